@@ -1,0 +1,34 @@
+"""The command line: the only place that prints. Each command lives in a file of its own."""
+
+import sys
+
+import typer
+from rich.console import Console
+
+from ..errors import GradveilError
+
+app = typer.Typer(
+    name="gradveil",
+    help="Protect shared gradients, attack them to see what they give away, and report it.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+)
+out = Console()
+err = Console(stderr=True)
+
+
+def main() -> None:
+    """Run the command line; an error the user can mend is one line and exit code 2."""
+    from . import commands  # noqa: F401  (registers every command on `app`)
+
+    try:
+        app()
+    except (GradveilError, ValueError, FileNotFoundError) as error:
+        err.print(f"[bold red]gradveil:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("[bold red]gradveil:[/] stopped")
+        sys.exit(130)

@@ -1,0 +1,179 @@
+"""The client's shell: a defense bound to one client's state, the only mutable object of gradveil."""
+
+import hashlib
+import os
+import secrets
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from . import tree, wire
+from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
+from .errors import NeedError, StateError
+from .gradients import gradient, per_example_gradient
+
+OPEN_UPLOADS = 16  # how many sealed payloads can still be taken back
+
+
+def derive_rng(seed: int, client: str, round_: int, purpose: str = "", device: str = "cpu") -> torch.Generator:
+    """Return a generator that depends on these values only, not on what was drawn before."""
+    digest = hashlib.sha256(f"{seed}|{client}|{round_}|{purpose}".encode()).digest()
+    return torch.Generator(device=device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class Veil:
+    """Protects the uploads of one client and remembers what was held back.
+
+    `seed=None` takes entropy from the system; a fixed seed makes a run repeatable, and whoever knows it can subtract
+    the noise. State is replaced, never changed in place, so `copy.copy(veil)` is a free probe of the real residual.
+
+    >>> from gradveil import DualPrune, ErrorFeedback, unseal
+    >>> veil = Veil(ErrorFeedback(DualPrune(top=0.25, bottom=0.5)), {"w": torch.zeros(4)})
+    >>> payload = veil.seal({"w": torch.tensor([4.0, -3.0, 2.0, 1.0])}, num_examples=1)
+    >>> unseal(payload)["w"], veil.residual["w"]
+    (tensor([ 0., -3.,  0.,  0.]), tensor([4., 0., 2., 1.]))
+    """
+
+    def __init__(self, defense: Defense, params: Grads, *, seed: int | None = None, client: str = "0") -> None:
+        self.defense = defense
+        self.client = client
+        self.seeded = seed is not None
+        self.round = 0
+        self.health: Health | None = None
+        self._seed = secrets.randbits(63) if seed is None else seed
+        self._like = tree.zeros_like(params)
+        self._state: State = defense.init(params)
+        self._open: dict[int, bytes] = {}  # round -> digest of a payload that may be taken back
+
+    @property
+    def residual(self) -> Grads | None:
+        """What was held back so far, if the defense keeps it."""
+        return self.defense.residual(self._state)
+
+    def protect(self, model: nn.Module, loss_fn: LossFn, batch: Batch, *, mask: Masks | None = None) -> Payload:
+        """Compute the gradient of `batch` and seal it: the whole client side of one round."""
+        batch = self.defense.prepare_batch(batch, self._step(model, batch, mask))
+        compute = per_example_gradient if "per_example" in self.defense.needs else gradient
+        grads = compute(model, loss_fn, batch)
+        return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
+
+    def seal(
+        self,
+        grads: Grads,
+        num_examples: int,
+        *,
+        model: nn.Module | None = None,
+        batch: Batch | None = None,
+        mask: Masks | None = None,
+    ) -> Payload:
+        """Return the protected gradient as bytes. If anything is wrong an error is raised and no state changes."""
+        if num_examples < 1:
+            raise ValueError(f"num_examples must be at least 1, got {num_examples}")
+        self._check(grads)
+        step = self._step(model, batch, mask)
+        sent, state = self.defense.apply(grads, self._state, step)
+        tree.require_finite(sent)
+        payload = Payload(wire.encode(sent, within=mask), num_examples, self.round)
+        self.health = _health(sent, self.defense.residual(state))
+        self._state = state
+        self._open[self.round] = hashlib.sha256(payload.body).digest()
+        self._open = dict(list(self._open.items())[-OPEN_UPLOADS:])
+        self.round += 1
+        return payload
+
+    def propose(self, grads: Grads) -> Masks:
+        """Return the common mask this client proposes for an aligned round; changes no state."""
+        self._check(grads)
+        return self.defense.propose(grads, self._state, self._step(None, None, None))
+
+    def undo(self, payload: Payload, *, mask: Masks | None = None) -> None:
+        """Take an upload that did not arrive back into the residual, so that nothing is lost. Works once each."""
+        if self._open.get(payload.round) != hashlib.sha256(payload.body).digest():
+            raise StateError(
+                f"the upload of round {payload.round} is not open: it was not sealed here, was taken back already, "
+                f"or is more than {OPEN_UPLOADS} uploads old"
+            )
+        sent = wire.decode(payload.body, like=self._like, within=mask)
+        self._state = self.defense.take_back(sent, self._state)
+        del self._open[payload.round]
+
+    def acknowledge(self, payload: Payload) -> None:
+        """Note that an upload arrived; it can no longer be taken back."""
+        self._open.pop(payload.round, None)
+
+    def state_dict(self) -> Tensors:
+        """Return state, round and open uploads as tensors; never the seed."""
+        opened = {
+            f"open.{r}": torch.frombuffer(bytearray(digest), dtype=torch.uint8) for r, digest in self._open.items()
+        }
+        return {**tree.under("state", self._state), **opened, "round": torch.tensor(self.round)}
+
+    def load_state_dict(self, saved: Tensors) -> None:
+        """Continue from `state_dict`; raises `StateError` and changes nothing if it does not fit."""
+        state = tree.only("state", saved)
+        fresh = self.defense.init(self._like)
+        if "round" not in saved or state.keys() != fresh.keys():
+            odd = [*sorted(state.keys() ^ fresh.keys()), "round"]
+            raise StateError(f"this state belongs to another defense or model (differs in {odd[0]})")
+        for name, tensor in fresh.items():
+            if state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
+                raise StateError(f"{name} has shape {tuple(state[name].shape)}, expected {tuple(tensor.shape)}")
+        device = next((t.device for t in self._like.values()), torch.device("cpu"))
+        self._state = {name: state[name].to(device) for name in fresh}
+        self._open = {int(r): bytes(t.tolist()) for r, t in tree.only("open", saved).items()}
+        self.round = int(saved["round"])
+
+    def save(self, path: str | Path) -> None:
+        """Write the state to a safetensors file, atomically: a kill leaves the old file or the new one."""
+        path = Path(path)
+        scratch = path.with_name(path.name + ".tmp")
+        save_file({name: t.contiguous() for name, t in self.state_dict().items()}, scratch)
+        with scratch.open("rb") as handle:
+            os.fsync(handle.fileno())
+        scratch.replace(path)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a file written by `save`."""
+        try:
+            saved = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise StateError(f"cannot read the client state {path}: {error}") from error
+        self.load_state_dict(saved)
+
+    def _step(self, model: nn.Module | None, batch: Batch | None, mask: Masks | None) -> Step:
+        device = next((t.device.type for t in self._like.values()), "cpu")
+        rng = derive_rng(self._seed, self.client, self.round, device=device)
+        return Step(rng=rng, round=self.round, model=model, batch=batch, mask=mask)
+
+    def _check(self, grads: Grads) -> None:
+        if grads.keys() != self._like.keys():
+            odd = sorted(grads.keys() ^ self._like.keys())
+            raise NeedError(f"this gradient is not of the veil's parameters: they differ in {odd[0]!r}")
+        skip = 1 if "per_example" in self.defense.needs else 0
+        for name, g in grads.items():
+            if g.shape[skip:] != self._like[name].shape:
+                raise NeedError(f"{name} has shape {tuple(g.shape)}, expected {tuple(self._like[name].shape)}")
+        tree.require_finite(grads)
+
+
+def unseal(payload: Payload, *, like: Grads | None = None, within: Masks | None = None) -> Grads:
+    """Return the gradient in a payload; raises `WireError` on anything that is not one."""
+    return wire.decode(payload.body, like=like, within=within)
+
+
+def _health(sent: Grads, residual: Grads | None) -> Health:
+    sent_norm = tree.global_norm(sent)
+    residual_norm = 0.0 if residual is None else tree.global_norm(residual)
+    total = sent_norm if residual is None else tree.global_norm(tree.add(sent, residual))
+    counts = {name: int(torch.count_nonzero(g)) for name, g in sent.items()}
+    entries = sum(g.numel() for g in sent.values())
+    return Health(
+        gamma=min((residual_norm / total) ** 2, 1.0) if total else 0.0,
+        residual_norm=residual_norm,
+        sent_norm=sent_norm,
+        density=sum(counts.values()) / entries if entries else 0.0,
+        per_layer={name: counts[name] / g.numel() if g.numel() else 0.0 for name, g in sent.items()},
+    )
