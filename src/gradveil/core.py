@@ -208,6 +208,14 @@ class Attack(ABC, Named):
         """Attack several uploads; override where doing them together is faster."""
         return [self.run(one, rng) for one, rng in zip(seen, rngs, strict=True)]
 
+    def fitted(self, defense: Defense | None, mean: tuple[float, ...], std: tuple[float, ...]) -> "Attack":
+        """Return this attack set up for what is public before the round: the defense if granted, the normalisation.
+
+        An active attack that plants something chooses its layout here; call it before `plant`, and use what it
+        returns for `plant` and `run` alike.
+        """
+        return self
+
     def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
         """Return the model an active server sends to the client instead of `model`."""
         return model
