@@ -24,8 +24,7 @@ class Blind(Attack):
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         low, high = box(seen)
         shape = (seen.num_examples, *seen.input_shape)
-        share = (
-            torch.rand(shape, generator=rng, device=rng.device) if self.guess == "random" else torch.full(shape, 0.5)
-        )
-        share = share.to(low.device)
-        return Reconstruction(low + share * (high - low))
+        share = torch.full(shape, 0.5)
+        if self.guess == "random":
+            share = torch.rand(shape, generator=rng, device=rng.device)
+        return Reconstruction(low + share.to(low.device) * (high - low))
