@@ -1,0 +1,212 @@
+"""The Triton kernels of `gpu`. Importing this file needs Triton."""
+# mypy: ignore-errors
+# ruff: noqa: ANN, RUF100
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _locate(chunks, sizes, pointers, segments):
+    """Return (segment, first index, size, pointers of value, residual, sent and held) of this program."""
+    pid = tl.program_id(0)
+    segment = tl.load(chunks + 2 * pid)
+    start = tl.load(chunks + 2 * pid + 1)
+    n = tl.load(sizes + segment)
+    value = tl.load(pointers + segment).to(tl.pointer_type(tl.float32))
+    residual = tl.load(pointers + segments + segment).to(tl.pointer_type(tl.float32))
+    sent = tl.load(pointers + 2 * segments + segment).to(tl.pointer_type(tl.float32))
+    held = tl.load(pointers + 3 * segments + segment).to(tl.pointer_type(tl.float32))
+    return segment, start, n, value, residual, sent, held
+
+
+@triton.jit
+def _key(values):
+    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def count_high(
+    chunks,
+    sizes,
+    pointers,
+    segments,
+    counts,
+    FEEDBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    segment, start, n, value, residual, _, held = _locate(chunks, sizes, pointers, segments)
+    found = tl.zeros([BINS], tl.int32)
+    for j in range(0, CHUNK, BLOCK):
+        if start + j < n:
+            i = start + j + tl.arange(0, BLOCK)
+            inside = i < n
+            v = tl.load(value + i, mask=inside, other=0.0)
+            if FEEDBACK:
+                v += tl.load(residual + i, mask=inside, other=0.0)
+                tl.store(held + i, v, mask=inside)
+            found += tl.histogram(_key(v) >> 20, BINS)
+    # What the last block reads past the end counts as zeros; take it off again.
+    span = tl.minimum(tl.cdiv(n - start, BLOCK) * BLOCK, CHUNK)
+    excess = tl.maximum(span - (n - start), 0).to(tl.int32)
+    bins = tl.arange(0, BINS)
+    found -= tl.where(bins == 0, excess, 0)
+    tl.atomic_add(counts + segment * BINS + bins, found, mask=found > 0)
+
+
+@triton.jit
+def pick(counts, ranks, prefixes, wanted, equal, finite, FIRST: tl.constexpr, BINS: tl.constexpr):
+    """Find the bin of one boundary of one segment: program (segment, top or end)."""
+    segment = tl.program_id(0)
+    which = tl.program_id(1)
+    slot = 2 * segment + which
+    bins = tl.arange(0, BINS)
+    if FIRST:
+        count = tl.load(counts + segment * BINS + bins)
+        rank = tl.load(ranks + slot)
+        if tl.sum(tl.where(bins >= 2040, count, 0)) > 0:  # exponent bits of infinity and NaN
+            tl.store(finite, 0)
+    else:
+        count = tl.load(counts + slot * BINS + bins)
+        rank = tl.load(wanted + slot)
+    from_here_up = tl.cumsum(count, axis=0, reverse=True)
+    found = tl.sum((from_here_up >= rank).to(tl.int32)) - 1
+    here = bins == found
+    above = tl.sum(tl.where(here, from_here_up - count, 0))
+    prefix = found if FIRST else (tl.load(prefixes + slot) * BINS + found)
+    tl.store(prefixes + slot, prefix)
+    tl.store(wanted + slot, rank - above)
+    tl.store(equal + slot, tl.sum(tl.where(here, count, 0)))
+
+
+@triton.jit
+def count_low(
+    chunks,
+    sizes,
+    pointers,
+    segments,
+    prefixes,
+    counts,
+    SHIFT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    segment, start, n, value, _, _, held = _locate(chunks, sizes, pointers, segments)
+    source = held if FEEDBACK else value
+    bins = tl.arange(0, BINS)
+    for j in range(0, CHUNK, BLOCK):
+        if start + j < n:
+            i = start + j + tl.arange(0, BLOCK)
+            inside = i < n
+            key = _key(tl.load(source + i, mask=inside, other=0.0))
+            digit = (key >> SHIFT) % BINS
+            for which in tl.static_range(2):
+                slot = 2 * segment + which
+                match = inside & ((key >> SHIFT) // BINS == tl.load(prefixes + slot))
+                target = counts + slot * BINS
+                hits = tl.sum(match.to(tl.int32))
+                if hits > BLOCK // 8:
+                    # Many hits mean many ties: counting in the block first spares the same few addresses.
+                    found = tl.histogram(tl.where(match, digit, 0), BINS)
+                    found -= tl.where(bins == 0, BLOCK - hits, 0)
+                    tl.atomic_add(target + bins, found, mask=found > 0)
+                elif hits > 0:
+                    tl.atomic_add(target + digit, match.to(tl.int32), mask=match)
+
+
+@triton.jit
+def count_ties(
+    chunks,
+    sizes,
+    pointers,
+    segments,
+    keys,
+    wanted,
+    equal,
+    ties,
+    FEEDBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count, in each program, the entries equal to a boundary that is cut in two."""
+    segment, start, n, value, _, _, held = _locate(chunks, sizes, pointers, segments)
+    source = held if FEEDBACK else value
+    for which in tl.static_range(2):
+        slot = 2 * segment + which
+        need = tl.load(wanted + slot)
+        if (need > 0) & (need < tl.load(equal + slot)):
+            boundary = tl.load(keys + slot)
+            total = 0
+            for j in range(0, CHUNK, BLOCK):
+                i = start + j + tl.arange(0, BLOCK)
+                inside = i < n
+                key = _key(tl.load(source + i, mask=inside, other=0.0))
+                total += tl.sum((inside & (key == boundary)).to(tl.int32))
+            tl.store(ties + 2 * tl.program_id(0) + which, total)
+
+
+@triton.jit
+def _ties_before(ties, first, which, BLOCK: tl.constexpr):
+    total = 0
+    for p in range(first, tl.program_id(0), BLOCK):
+        i = p + tl.arange(0, BLOCK)
+        total += tl.sum(tl.load(ties + 2 * i + which, mask=i < tl.program_id(0), other=0))
+    return total
+
+
+@triton.jit
+def _above(key, boundary, need, cut, seen):
+    """Say which entries rank above a boundary, given how many equal ones came before."""
+    equal = key == boundary
+    if cut:
+        order = seen + tl.cumsum(equal.to(tl.int32), axis=0) - 1
+        above = (key > boundary) | (equal & (order < need))
+    else:
+        above = (key > boundary) | (equal & (need > 0))
+    return above, seen + tl.sum(equal.to(tl.int32))
+
+
+@triton.jit
+def write(
+    chunks,
+    sizes,
+    pointers,
+    segments,
+    keys,
+    wanted,
+    equal,
+    ties,
+    first_chunk,
+    FEEDBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    segment, start, n, value, _, sent, held = _locate(chunks, sizes, pointers, segments)
+    source = held if FEEDBACK else value
+    first = tl.load(first_chunk + segment)
+    top_key, top_need = tl.load(keys + 2 * segment), tl.load(wanted + 2 * segment)
+    end_key, end_need = tl.load(keys + 2 * segment + 1), tl.load(wanted + 2 * segment + 1)
+    top_cut = (top_need > 0) & (top_need < tl.load(equal + 2 * segment))
+    end_cut = (end_need > 0) & (end_need < tl.load(equal + 2 * segment + 1))
+    top_seen = 0
+    end_seen = 0
+    if top_cut:
+        top_seen = _ties_before(ties, first, 0, BLOCK)
+    if end_cut:
+        end_seen = _ties_before(ties, first, 1, BLOCK)
+    for j in range(0, CHUNK, BLOCK):
+        if start + j < n:
+            i = start + j + tl.arange(0, BLOCK)
+            inside = i < n
+            v = tl.load(source + i, mask=inside, other=0.0)
+            key = tl.where(inside, _key(v), -1)
+            over_top, top_seen = _above(key, top_key, top_need, top_cut, top_seen)
+            over_end, end_seen = _above(key, end_key, end_need, end_cut, end_seen)
+            keep = over_end & (over_top == 0)
+            tl.store(sent + i, tl.where(keep, v, 0.0), mask=inside)
+            if FEEDBACK:
+                tl.store(held + i, tl.where(keep, 0.0, v), mask=inside)
