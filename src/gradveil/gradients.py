@@ -15,10 +15,15 @@ def parameters(model: nn.Module) -> Grads:
 
 
 def total_loss(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Tensor:
-    """Return the loss, plus the model's own `auxiliary_loss()` where it has one (PRECODE's divergence term)."""
-    loss = loss_fn(model(batch.inputs), batch.labels)
-    auxiliary = getattr(model, "auxiliary_loss", None)
-    return loss if auxiliary is None else loss + auxiliary()
+    """Return the loss, plus the `auxiliary_loss()` of every module that has one (PRECODE's divergence term)."""
+    return loss_fn(model(batch.inputs), batch.labels) + auxiliary_loss(model)
+
+
+def auxiliary_loss(model: nn.Module) -> Tensor | float:
+    """Return the loss terms that belong to the model's last forward pass, wherever they sit in it; 0 without any."""
+    terms = [getattr(module, "auxiliary_loss", None) for module in model.modules()]
+    total: Tensor | float = sum(term() for term in terms if term is not None)
+    return total
 
 
 def gradient(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Grads:
@@ -45,7 +50,8 @@ def per_example_gradient(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Gra
         raise ValueError("per-example gradients do not exist under BatchNorm in training mode: call model.eval()")
 
     def loss_of(p: Grads, x: Tensor, y: Tensor) -> Tensor:
-        return loss_fn(functional_call(model, {**p, **buffers}, (x[None],)), y[None])
+        outputs = functional_call(model, {**p, **buffers}, (x[None],))
+        return loss_fn(outputs, y[None]) + auxiliary_loss(model)
 
     out: Grads = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")(params, batch.inputs, batch.labels)
     return {name: g.detach() for name, g in out.items()}

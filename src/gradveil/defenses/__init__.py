@@ -4,23 +4,40 @@ from collections.abc import Callable
 
 from ..core import Defense
 from .aligned import AlignedDualPrune
+from .ats import ATS
 from .combine import Chain, ErrorFeedback, Identity
+from .dp import ClipNoise, DPNoise, epsilon
 from .noise import GaussianNoise
+from .outpost import Outpost
+from .precode import PRECODE
 from .prune import DualPrune, RandomK, TopK
+from .soteria import Soteria
 
 
 def dgp(top: float = 0.05, bottom: float = 0.75, rounding: str = "floor") -> Defense:
-    """Dual gradient pruning as published: per tensor, both ends removed, with error feedback."""
+    """Dual gradient pruning as published: per tensor, both ends removed, with error feedback.
+
+    Warning: it does not withstand an attacker who masks its own gradient with the positions that arrived.
+
+    Compose: after what changes the gradient for good (Soteria), before noise: `Chain(dgp(), noise)`. It brings its
+    own ErrorFeedback, so it does not belong inside another.
+    """
     return ErrorFeedback(DualPrune(top, bottom, rounding))
 
 
 def adgp(keep: float = 0.2, top: float = 0.05) -> Defense:
-    """Aligned dual gradient pruning as published, with error feedback."""
+    """Aligned dual gradient pruning as published, with error feedback; needs the round's common mask.
+
+    Compose: like `dgp`; noise behind it would leave the mask unless it goes to sent entries only. One per Chain.
+    """
     return ErrorFeedback(AlignedDualPrune(keep, top))
 
 
 def top_k(keep: float = 0.2) -> Defense:
-    """Top-k sparsification with error feedback, as in the paper's accuracy runs."""
+    """Top-k sparsification with error feedback, as in the paper's accuracy runs.
+
+    Compose: like `dgp`. `TopK` alone forgets what it drops.
+    """
     return ErrorFeedback(TopK(keep))
 
 
@@ -31,25 +48,49 @@ CLASSES: tuple[type[Defense], ...] = (
     RandomK,
     AlignedDualPrune,
     GaussianNoise,
+    DPNoise,
+    ClipNoise,
+    Soteria,
+    ATS,
+    PRECODE,
+    Outpost,
     ErrorFeedback,
     Chain,
 )
-PRESETS: dict[str, Callable[..., Defense]] = {"none": Identity, "dgp": dgp, "adgp": adgp, "topk": top_k}
+# The paper's line-up under the paper's names and settings; a class stands for itself where its defaults are those.
+PRESETS: dict[str, Callable[..., Defense]] = {
+    "none": Identity,
+    "dgp": dgp,
+    "adgp": adgp,
+    "topk": top_k,
+    "dp": GaussianNoise,
+    "soteria": Soteria,
+    "ats": ATS,
+    "precode": PRECODE,
+    "outpost": Outpost,
+}
 DEFENSES: dict[str, Callable[..., Defense]] = {**{c.key(): c for c in CLASSES}, **PRESETS}
 
 __all__ = [
+    "ATS",
     "CLASSES",
     "DEFENSES",
+    "PRECODE",
     "PRESETS",
     "AlignedDualPrune",
     "Chain",
+    "ClipNoise",
+    "DPNoise",
     "DualPrune",
     "ErrorFeedback",
     "GaussianNoise",
     "Identity",
+    "Outpost",
     "RandomK",
+    "Soteria",
     "TopK",
     "adgp",
     "dgp",
+    "epsilon",
     "top_k",
 ]

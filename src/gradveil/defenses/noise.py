@@ -3,9 +3,15 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .. import check
 from ..core import Defense, Grads, State, Step
+
+
+def normal_like(g: Tensor, rng: torch.Generator) -> Tensor:
+    """Return standard normal noise in the shape, type and place of `g`, drawn where the generator lives."""
+    return torch.randn(g.shape, generator=rng, device=rng.device).to(g.device, g.dtype)
 
 
 @dataclass(frozen=True)
@@ -13,7 +19,10 @@ class GaussianNoise(Defense):
     """Add N(0, std^2) to every entry: the paper's "DP" with `std` 1e-2.
 
     Guarantees: independent noise, new every round. Does not guarantee differential privacy: nothing is clipped and
-    nothing is accounted. `sent_only` leaves zeros alone, so a pruned gradient stays sparse.
+    nothing is accounted (`DPNoise` and `ClipNoise` do both). `std` is absolute, so the same value is nothing on one
+    model and drowns the gradient of another. `sent_only` leaves zeros alone, so a pruned gradient stays sparse.
+
+    Compose: after pruning, `Chain(ErrorFeedback(TopK()), GaussianNoise(sent_only=True))`; never inside ErrorFeedback.
     """
 
     std: float = 1e-2
@@ -29,6 +38,6 @@ class GaussianNoise(Defense):
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         out = {}
         for name, g in grads.items():
-            noise = torch.randn(g.shape, generator=step.rng, device=step.rng.device).to(g.device, g.dtype) * self.std
+            noise = normal_like(g, step.rng) * self.std
             out[name] = g + (torch.where(g == 0, torch.zeros_like(g), noise) if self.sent_only else noise)
         return out, state

@@ -1,0 +1,90 @@
+"""Soteria: hide the classifier's gradient for the features that say most about the input."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from .. import check, select
+from ..core import Batch, Defense, Grads, Need, State, Step
+from ..errors import NeedError
+from ..models.inspect import last_linear
+
+_EPSILON = 1e-6  # keeps a feature that is exactly zero from making the score NaN, which would switch the defense off
+_ROWS = 1024  # pictures pushed backwards at once: enough to fill a GPU, little enough for any memory
+
+
+@dataclass(frozen=True)
+class Soteria(Defense):
+    """Zero the `prune` share of the classifier's weight columns, those with the smallest ||dr_i/dx|| / |r_i|.
+
+    r is what enters the last linear layer. A small score means that hiding r_i moves the explaining input far at
+    little cost. Scores are summed over the batch; as published, a feature that is dead on every picture scores 0 and
+    counts among the removed. Needs the model and the batch: one batched backward pass per feature, by far the most
+    expensive defense here.
+
+    Guarantees: exactly that share of columns is zero (rounded down, one column stays), every other tensor is sent bit
+    by bit. Does not guarantee privacy: the zero columns are visible, and an attacker who leaves that tensor out of
+    its loss works as if there were no defense. A model without a linear classifier is refused, not passed on.
+
+    Compose: first in a Chain, before pruning. Not inside ErrorFeedback: that would send the hidden columns later.
+
+    Reference: Sun et al., "Soteria: Provable Defense Against Privacy Leakage in Federated Learning from
+    Representation Perspective".
+    """
+
+    prune: float = 0.8
+
+    def __post_init__(self) -> None:
+        check.fraction(prune=self.prune)
+
+    @property
+    def needs(self) -> frozenset[Need]:
+        return frozenset({"model", "batch"})
+
+    def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
+        model, batch = step.require_model(self.key()), step.require_batch(self.key())
+        name, layer = last_linear(model, tuple(batch.inputs.shape[1:]))
+        weight = f"{name}.weight".removeprefix(".")
+        if weight not in grads:
+            raise NeedError(f"soteria protects the gradient of {weight}, which is not among those sent (frozen?)")
+        scores = feature_scores(model, layer, batch)
+        kept = select.band_mask(scores, *select.band(scores.numel(), 0.0, self.prune))
+        sent = torch.where(kept, grads[weight], torch.zeros_like(grads[weight]))
+        return {**grads, weight: sent}, state
+
+
+def feature_scores(model: nn.Module, classifier: nn.Module, batch: Batch) -> Tensor:
+    """Return sum over the batch of ||dr_i/dx|| / (|r_i| + 1e-6), one score per feature entering `classifier`.
+
+    Guarantees: parameters, buffers and `.grad` fields stay as they were.
+    """
+    inputs = batch.inputs.detach().requires_grad_()
+    features = _features(model, classifier, inputs)
+    count, wide = features.shape
+    chunk = max(_ROWS // max(count, 1), 1)
+    norms = []
+    for start in range(0, wide, chunk):
+        picks = torch.eye(wide, device=features.device, dtype=features.dtype)[start : start + chunk]
+        rows = picks[:, None, :].expand(-1, count, -1)
+        (jacobian,) = torch.autograd.grad(features, inputs, rows, retain_graph=True, is_grads_batched=True)
+        norms.append(torch.linalg.vector_norm(jacobian.flatten(2), dim=2))
+    scores = (torch.cat(norms).T / (features.detach().abs() + _EPSILON)).sum(0)
+    return torch.nan_to_num(scores, nan=0.0)  # a score that cannot be told counts as the most telling
+
+
+def _features(model: nn.Module, classifier: nn.Module, inputs: Tensor) -> Tensor:
+    seen: list[Tensor] = []
+    hook = classifier.register_forward_pre_hook(lambda _module, args: seen.append(args[0]))
+    frozen = {name: p.detach() for name, p in model.named_parameters()}
+    # BatchNorm in training mode writes to its buffers: let it write to copies.
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        with torch.enable_grad():
+            functional_call(model, {**frozen, **buffers}, (inputs,))
+    finally:
+        hook.remove()
+    if seen[-1].dim() != 2:
+        raise NeedError(f"soteria needs features [N, D] before the classifier, got shape {tuple(seen[-1].shape)}")
+    return seen[-1]
