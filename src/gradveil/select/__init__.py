@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradientError
-from . import cpu
+from . import cpu, gpu
 from .plain import band, band_mask
 
 __all__ = ["band", "band_mask", "prune", "prune_with_feedback"]
@@ -27,8 +27,6 @@ def prune(values: Sequence[Tensor], bands: Bands) -> list[Tensor]:
         _require(finite)
         return [torch.from_numpy(s).view(v.shape).to(v.dtype) for s, v in zip(sent, values, strict=True)]
     if _on_gpu(values):
-        from . import gpu
-
         return gpu.prune(values, bands)
     _require([bool(torch.isfinite(v).all()) for v in values])
     return [torch.where(band_mask(v, *b), v, torch.zeros_like(v)) for v, b in zip(values, bands, strict=True)]
@@ -48,8 +46,6 @@ def prune_with_feedback(
         shapes = [v.shape for v in values]
         return _shaped(sent, shapes), _shaped(held, shapes)
     if _on_gpu([*values, *residuals]):
-        from . import gpu
-
         return gpu.prune_with_feedback(values, residuals, bands)
     totals = [v.to(r.dtype) + r for v, r in zip(values, residuals, strict=True)]
     cast = [s.to(v.dtype) for s, v in zip(prune(totals, bands), values, strict=True)]
@@ -65,11 +61,7 @@ def _all(tensors: Sequence[Tensor], device: str, dtypes: tuple[torch.dtype, ...]
 
 
 def _on_gpu(tensors: Sequence[Tensor]) -> bool:
-    if not tensors or not _all(tensors, "cuda", (torch.float32,)):
-        return False
-    from . import gpu
-
-    return gpu.AVAILABLE
+    return gpu.AVAILABLE and len(tensors) > 0 and _all(tensors, "cuda", (torch.float32,))
 
 
 def _require(finite: Sequence[bool]) -> None:

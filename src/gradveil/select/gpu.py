@@ -78,7 +78,7 @@ class Selector:
         # One buffer, cleared by one launch: high counts, two sets of low counts, ties.
         lengths = (s * HIGH_BINS, 2 * s * LOW_BINS, 2 * s * LOW_BINS, 2 * programs)
         self._scratch = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-        self._high, self._middle, self._low, self._ties = self._scratch.split(lengths)
+        self._high, self._middle, self._low, self._ties = torch.split(self._scratch, lengths)
         self._prefixes, self._wanted, self._equal = torch.zeros(3, 2 * s, dtype=torch.int32, device=device)
         self.finite = torch.ones((), dtype=torch.int32, device=device)
 
@@ -112,7 +112,7 @@ def _outputs(values: Sequence[Tensor]) -> list[Tensor]:
     """Return uninitialised tensors of the same shapes inside one allocation."""
     sizes = [v.numel() for v in values]
     flat = torch.empty(sum(sizes), dtype=torch.float32, device=values[0].device)
-    return [part.view(v.shape) for part, v in zip(flat.split(sizes), values, strict=True)]
+    return [part.view(v.shape) for part, v in zip(torch.split(flat, sizes), values, strict=True)]
 
 
 def prune(values: Sequence[Tensor], bands: Bands) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """The Triton kernels of `gpu`. Importing this file needs Triton."""
 # mypy: ignore-errors
-# ruff: noqa: ANN, RUF100
 
 import triton
 import triton.language as tl
@@ -37,6 +36,7 @@ def count_high(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
+    """Add the residual, if any, and count the upper 11 bits of every magnitude."""
     segment, start, n, value, residual, _, held = _locate(chunks, sizes, pointers, segments)
     found = tl.zeros([BINS], tl.int32)
     for j in range(0, CHUNK, BLOCK):
@@ -95,6 +95,7 @@ def count_low(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
+    """Count the next 10 bits of the magnitudes that share a boundary\'s leading bits."""
     segment, start, n, value, _, _, held = _locate(chunks, sizes, pointers, segments)
     source = held if FEEDBACK else value
     bins = tl.arange(0, BINS)
@@ -185,6 +186,7 @@ def write(
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Write the band to `sent` and the rest to `held`."""
     segment, start, n, value, _, sent, held = _locate(chunks, sizes, pointers, segments)
     source = held if FEEDBACK else value
     first = tl.load(first_chunk + segment)
