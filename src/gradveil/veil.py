@@ -3,6 +3,7 @@
 import hashlib
 import os
 import secrets
+import time
 from pathlib import Path
 
 import torch
@@ -43,6 +44,7 @@ class Veil:
         self.seeded = seed is not None
         self.round = 0
         self.health: Health | None = None
+        self.seconds = (0.0, 0.0)  # what the last `seal` spent in the defense and in encoding
         self._seed = secrets.randbits(63) if seed is None else seed
         self._like = tree.zeros_like(params)
         self._state: State = defense.init(params)
@@ -55,10 +57,14 @@ class Veil:
 
     def protect(self, model: nn.Module, loss_fn: LossFn, batch: Batch, *, mask: Masks | None = None) -> Payload:
         """Compute the gradient of `batch` and seal it: the whole client side of one round."""
-        batch = self.defense.prepare_batch(batch, self._step(model, batch, mask))
+        batch = self.prepare(model, batch)
         compute = per_example_gradient if "per_example" in self.defense.needs else gradient
         grads = compute(model, loss_fn, batch)
         return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
+
+    def prepare(self, model: nn.Module, batch: Batch) -> Batch:
+        """Return the batch the gradient is to be computed on: a defense may transform it."""
+        return self.defense.prepare_batch(batch, self._step(model, batch, None))
 
     def seal(
         self,
@@ -74,9 +80,12 @@ class Veil:
             raise ValueError(f"num_examples must be at least 1, got {num_examples}")
         self._check(grads)
         step = self._step(model, batch, mask)
+        started = time.perf_counter()
         sent, state = self.defense.apply(grads, self._state, step)
         tree.require_finite(sent)
+        applied = time.perf_counter()
         payload = Payload(wire.encode(sent, within=mask), num_examples, self.round)
+        self.seconds = (applied - started, time.perf_counter() - applied)
         self.health = _health(sent, self.defense.residual(state))
         self._state = state
         self._open[self.round] = hashlib.sha256(payload.body).digest()
