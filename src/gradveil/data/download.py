@@ -26,7 +26,12 @@ def sha256(path: Path) -> str:
 
 
 def download(url: str, target: Path, checksum: str) -> None:
-    """Put the file at `url` at `target` if the start of its SHA-256 is `checksum`; else leave nothing behind."""
+    """Put the file at `url` at `target` if the start of its SHA-256 is `checksum`; else leave nothing behind.
+
+    Nothing is fetched where the environment variable `GRADVEIL_OFFLINE` is set.
+    """
+    if os.environ.get("GRADVEIL_OFFLINE"):
+        raise OSError("GRADVEIL_OFFLINE is set")
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     partial = Path(name)
