@@ -27,3 +27,7 @@ class GuardError(GradveilError):
 
 class ConfigError(GradveilError):
     """A configuration, name or file the user gave cannot be used."""
+
+
+class EngineError(GradveilError):
+    """The other side of an engine broke off, or an engine is used in a way that cannot be protected."""
