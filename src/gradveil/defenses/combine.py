@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import reduce
 
+import torch
 from torch import nn
 
 from .. import tree
@@ -37,6 +38,8 @@ class ErrorFeedback(Defense):
             )
         if "per_example" in self.inner.needs:
             raise ValueError(f"{self.inner.key()} takes per-example gradients: put it first in a Chain")
+        if self.inner.residual(self.inner.init({"probe": torch.zeros(1)})) is not None:
+            raise ValueError(f"{self.inner.key()} keeps a residual of its own: a second one would send all twice")
 
     @property
     def needs(self) -> frozenset[Need]:
