@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from ..core import Attack, Knowledge, ThreatModel
+from .analytic import LinearReadout
 from .blind import Blind
+from .lowrank import LowRankCompletion
 
 
 def missing(attack: Attack, threat: ThreatModel) -> list[Knowledge]:
@@ -15,8 +17,12 @@ def missing(attack: Attack, threat: ThreatModel) -> list[Knowledge]:
     return sorted(need for need in attack.needs if not threat.grants(need))
 
 
-CLASSES: tuple[type[Attack], ...] = (Blind,)
+CLASSES: tuple[type[Attack], ...] = (
+    Blind,
+    LinearReadout,
+    LowRankCompletion,
+)
 PRESETS: dict[str, Callable[..., Attack]] = {}
 ATTACKS: dict[str, Callable[..., Attack]] = {**{c.key(): c for c in CLASSES}, **PRESETS}
 
-__all__ = ["ATTACKS", "CLASSES", "PRESETS", "Blind", "missing"]
+__all__ = ["ATTACKS", "CLASSES", "PRESETS", "Blind", "LinearReadout", "LowRankCompletion", "missing"]
