@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("NUMBA_NUM_THREADS", "2")
+os.environ.setdefault("GRADVEIL_OFFLINE", "1")  # no test may download
 
 import pytest
 import torch

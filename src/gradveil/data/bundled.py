@@ -1,6 +1,6 @@
 """Real pictures that arrive with scikit-learn and scikit-image and need no download."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain, zip_longest
 from typing import Any
 
@@ -12,6 +12,19 @@ from ..errors import ConfigError
 from .dataset import Dataset, channel_statistics
 
 CELL_ROWS = 3  # a photo is cut into this many rows of square cells; a cell is wholly train or wholly test
+PHOTOS = (
+    "astronaut",
+    "chelsea",
+    "coffee",
+    "rocket",
+    "retina",
+    "hubble_deep_field",
+    "immunohistochemistry",
+    "stereo_motorcycle",
+    "china",
+    "flower",
+)
+FLAT = 12.0  # of 255: crops that vary less are empty sky, which a blind guesser gets right
 TEST_EVERY = 5  # digits: each fifth one is a test picture
 
 
@@ -32,7 +45,8 @@ def load_photos(split: str, size: int = 32) -> Dataset:
     """Return square crops of the photos bundled with scikit-image and scikit-learn; each photo is a class.
 
     A photo is cut into square cells, three rows of them; every third cell along the diagonals is kept for testing. Of
-    each cell come the whole and nine half-size crops (left out where smaller than `size`), scaled to `size`. Whole
+    each cell come the whole and nine half-size crops (left out where smaller than `size`), scaled to `size`; crops
+    without contrast are dropped. Whole
     cells come first and photos take turns, so the first pictures are all of different classes.
 
     Guarantees: the same pictures in the same order on every call; train and test share no pixel.
@@ -52,37 +66,43 @@ Labelled = tuple[int, np.ndarray[Any, Any]]
 
 
 def _photos() -> Iterator[tuple[str, Image.Image]]:
+    for name in PHOTOS:
+        try:
+            yield name, Image.fromarray(np.ascontiguousarray(_photo(name)[..., :3]))
+        except (OSError, ModuleNotFoundError, AttributeError):
+            continue  # this version of the library lacks that photo or keeps it on the network: the others do
+
+
+def _photo(name: str) -> np.ndarray[Any, Any]:
     import skimage.data
     from sklearn.datasets import load_sample_image
 
-    sources: dict[str, Callable[[], Any]] = {
-        name: getattr(skimage.data, name)
-        for name in ("astronaut", "chelsea", "coffee", "rocket", "retina", "hubble_deep_field", "immunohistochemistry")
-        if hasattr(skimage.data, name)
-    }
-    sources["stereo_motorcycle"] = lambda: skimage.data.stereo_motorcycle()[0]
-    sources["china"] = lambda: load_sample_image("china.jpg")
-    sources["flower"] = lambda: load_sample_image("flower.jpg")
-    for name, source in sources.items():
-        try:
-            yield name, Image.fromarray(np.ascontiguousarray(source()[..., :3]))
-        except (OSError, ModuleNotFoundError, AttributeError):
-            continue  # this version keeps that photo on the network: the others do
+    if name in ("china", "flower"):
+        sample: np.ndarray[Any, Any] = load_sample_image(f"{name}.jpg")
+        return sample
+    found = getattr(skimage.data, name)()
+    photo: np.ndarray[Any, Any] = found[0] if isinstance(found, tuple) else found  # of a stereo pair the left one
+    return photo
 
 
 def _crops(photo: Image.Image, part: str, size: int) -> Iterator[np.ndarray[Any, Any]]:
     side = min(photo.size) // CELL_ROWS
-    boxes = []
-    for step, parts in ((0, 1), (side // 4, 2)):  # whole cells first, then nine half-size crops of each
-        edge = side // parts
-        places = range(3) if step else range(1)
-        for row in range(photo.height // side):
-            for column in range(photo.width // side):
-                if ((row + column) % 3 == 2) == (part == "test") and (edge >= size or not step):
-                    boxes += [(column * side + x * step, row * side + y * step, edge) for y in places for x in places]
+    cells = [
+        (column * side, row * side)
+        for row in range(photo.height // side)
+        for column in range(photo.width // side)
+        if ((row + column) % 3 == 1) == (part == "test")
+    ]
+    boxes = [(x, y, side) for x, y in cells]
+    if side // 2 >= size:
+        shifts = [i * (side // 4) for i in range(3)]
+        boxes += [(x + right, y + down, side // 2) for x, y in cells for down in shifts for right in shifts]
     for left, top, edge in boxes:
-        box = (left, top, left + edge, top + edge)
-        yield np.asarray(photo.resize((size, size), Image.Resampling.BILINEAR, box=box))
+        # Cut before scaling: the filter would otherwise read beyond the box, out of a cell of the other split.
+        square = photo.crop((left, top, left + edge, top + edge))
+        crop = np.asarray(square.resize((size, size), Image.Resampling.BILINEAR))
+        if crop.std(axis=(0, 1)).max() >= FLAT:
+            yield crop
 
 
 def _in_turns(per_class: list[list[np.ndarray[Any, Any]]]) -> list[Labelled]:

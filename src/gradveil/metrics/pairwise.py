@@ -10,7 +10,7 @@ from torch import Tensor
 from .images import similarity, ssim_window
 from .perceptual import CHUNK, embed, lpips_weights
 
-PAIRS = 2048  # pairs of pictures held in memory at once
+VALUES = 2**22  # numbers in the largest tensor held at once
 
 
 def pairwise_mse(a: Tensor, b: Tensor) -> Tensor:
@@ -27,13 +27,16 @@ def pairwise_ssim(a: Tensor, b: Tensor) -> Tensor:
 
     mean_a, mean_b = blur(a), blur(b)
     var_a, var_b = blur(a * a) - mean_a * mean_a, blur(b * b) - mean_b * mean_b
-    rows = []
-    step = max(1, PAIRS // max(1, len(b)))
-    for i in range(0, len(a), step):
-        one = slice(i, i + step)
-        cov = blur(a[one, None] * b[None]) - mean_a[one, None] * mean_b
-        rows.append(similarity(mean_a[one, None], mean_b, var_a[one, None], var_b, cov, 1.0).mean(dim=(2, 3, 4)))
-    return torch.cat(rows)
+    found = a.new_empty(len(a), len(b))
+    wide = max(1, VALUES // a[0].numel())
+    high = max(1, wide // len(b))
+    for i in range(0, len(a), high):
+        for j in range(0, len(b), wide):
+            one, other = (slice(i, i + high), None), slice(j, j + wide)
+            cov = blur(a[one] * b[other]) - mean_a[one] * mean_b[other]
+            windows = similarity(mean_a[one], mean_b[other], var_a[one], var_b[other], cov, 1.0)
+            found[one[0], other] = windows.mean(dim=(2, 3, 4))
+    return found
 
 
 def pairwise_lpips(a: Tensor, b: Tensor) -> Tensor:
