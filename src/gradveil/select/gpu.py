@@ -76,7 +76,7 @@ class Selector:
         self._segments = s = len(values)
         programs = len(self._plan.chunks)
         # One buffer, cleared by one launch: high counts, two sets of low counts, ties.
-        lengths = (s * HIGH_BINS, 2 * s * LOW_BINS, 2 * s * LOW_BINS, 2 * programs)
+        lengths = [s * HIGH_BINS, 2 * s * LOW_BINS, 2 * s * LOW_BINS, 2 * programs]
         self._scratch = torch.empty(sum(lengths), dtype=torch.int32, device=device)
         self._high, self._middle, self._low, self._ties = torch.split(self._scratch, lengths)
         self._prefixes, self._wanted, self._equal = torch.zeros(3, 2 * s, dtype=torch.int32, device=device)
