@@ -51,13 +51,12 @@ def _imported(path: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.M
     factory = spec.import_object(path)
     if not callable(factory):
         raise ConfigError(f"model {path} is not callable: name a function or class that returns an nn.Module")
-    takes = signatures.signature(factory).parameters.values()
-    rest = any(p.kind is p.VAR_KEYWORD for p in takes)
     known = {"num_classes": num_classes, "input_shape": input_shape}
-    options = {key: value for key, value in known.items() if rest or any(p.name == key for p in takes)}
     try:
-        model = factory(**options)
-    except TypeError as error:
+        takes = signatures.signature(factory).parameters.values()
+        rest = any(p.kind is p.VAR_KEYWORD for p in takes)
+        model = factory(**{key: value for key, value in known.items() if rest or any(p.name == key for p in takes)})
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"model {path}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {path} gave {type(model).__name__}, expected an nn.Module")

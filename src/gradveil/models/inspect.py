@@ -57,7 +57,7 @@ def has_batchnorm(model: nn.Module) -> bool:
 
 def _dry_run(model: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
     """Run the model on two black pictures and leave no trace."""
-    first = next(model.parameters())
+    first = next(model.parameters(), torch.zeros(0))
     zeros = torch.zeros(2, *input_shape, dtype=first.dtype, device=first.device)
     modes = {module: module.training for module in model.modules()}
     cuda = [first.device] if first.device.type == "cuda" else []
