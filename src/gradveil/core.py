@@ -109,7 +109,9 @@ class Defense(ABC, Named):
         """
         total = {name: grad + residual[name] for name, grad in grads.items()}
         sent, state = self.apply(total, state, step)
-        return sent, {name: total[name] - sent[name] for name in total}, state
+        # The residual may be wider than the gradient; what the cast takes from a sent value is held back too.
+        cast = {name: sent[name].to(grad.dtype) for name, grad in grads.items()}
+        return cast, {name: total[name] - cast[name] for name in total}, state
 
     def take_back(self, sent: Grads, state: State) -> State:
         """Return the state as if `sent` had never been delivered; needs a residual to put it in."""

@@ -19,7 +19,7 @@ def to_spec(value: Any) -> Any:
 
     >>> from gradveil import DualPrune
     >>> to_spec(DualPrune(top=0.1))
-    {'name': 'dual_prune', 'top': 0.1, 'bottom': 0.75, 'rounding': 'floor'}
+    {'name': 'dual_prune', 'top': 0.1, 'bottom': 0.75, 'rounding': 'floor', 'excess': 'hold'}
     """
     if isinstance(value, Named) and is_dataclass(value):
         return {"name": value.key(), **{f.name: to_spec(getattr(value, f.name)) for f in fields(value)}}
@@ -75,7 +75,7 @@ def build(table: Table[T], source: Spec | str | T, kind: str) -> T:
 
     >>> from gradveil.defenses import DEFENSES
     >>> build(DEFENSES, "error_feedback(dual_prune(top=0.1))", "defense")
-    ErrorFeedback(inner=DualPrune(top=0.1, bottom=0.75, rounding='floor'))
+    ErrorFeedback(inner=DualPrune(top=0.1, bottom=0.75, rounding='floor', excess='hold'))
     """
     if isinstance(source, str):
         return _from_text(table, source, kind)

@@ -46,7 +46,9 @@ class ErrorFeedback(Defense):
         return self.inner.needs
 
     def init(self, params: Grads) -> State:
-        return {**tree.under("residual", tree.zeros_like(params)), **tree.under("inner", self.inner.init(params))}
+        # Half precision would round the sum away; what a cast takes from a sent value stays in the residual.
+        residual = tree.tmap(lambda p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)), params)
+        return {**tree.under("residual", residual), **tree.under("inner", self.inner.init(params))}
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         residual = self._residual_for(grads, state)

@@ -43,7 +43,9 @@ class DualPrune(_BandPrune):
     with the positions that arrived gets the picture back. Use a hardened defense against such an attacker.
 
     `rounding="ceil"` also removes the largest entry of tensors under 20 entries, such as a 10-class bias, whose
-    largest entry names the label.
+    largest entry names the label. `excess="clip"` is our bounded variant: the top entries are sent too, but clipped
+    to the largest magnitude of the band, so inside error feedback they drain instead of piling up for ever. That
+    sends `top` more entries; raise `bottom` by as much for the same bytes.
 
     >>> step = Step(rng=torch.Generator())
     >>> sent, _ = DualPrune(top=0.25, bottom=0.5).apply({"w": torch.tensor([4.0, -3.0, 2.0, 1.0])}, {}, step)
@@ -56,16 +58,33 @@ class DualPrune(_BandPrune):
     top: float = 0.05
     bottom: float = 0.75
     rounding: str = "floor"
+    excess: str = "hold"
 
     def __post_init__(self) -> None:
         check.fraction(top=self.top, bottom=self.bottom)
         check.one_of(("floor", "round", "ceil"), rounding=self.rounding)
+        check.one_of(("hold", "clip"), excess=self.excess)
         if self.top + self.bottom >= 1:
             raise ValueError(f"top + bottom must be below 1 or nothing is sent, got {self.top} + {self.bottom}")
 
     def band(self, n: int) -> tuple[int, int]:
         """Return (entries removed at the top, entries sent) for a tensor of `n` entries."""
         return select.band(n, self.top, self.bottom, self.rounding)
+
+    def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
+        sent, state = super().apply(grads, state, step)
+        return (self._with_clipped_top(grads, sent) if self.excess == "clip" else sent), state
+
+    def feed_back(self, grads: Grads, residual: Grads, state: State, step: Step) -> tuple[Grads, Grads, State]:
+        if self.excess == "hold":
+            return super().feed_back(grads, residual, state, step)
+        return Defense.feed_back(self, grads, residual, state, step)
+
+    def _with_clipped_top(self, grads: Grads, band: Grads) -> Grads:
+        from_top = [(0, top + kept) for top, kept in self._bands(grads)]
+        kept = select.prune(list(grads.values()), from_top)
+        limits = [b.abs().max() if b.numel() else b.sum() for b in band.values()]
+        return {name: k.clamp(-limit, limit) for name, k, limit in zip(grads, kept, limits, strict=True)}
 
 
 @dataclass(frozen=True)
