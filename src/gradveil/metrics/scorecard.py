@@ -28,7 +28,9 @@ def score(
     truth_labels: Tensor | None = None,
     gallery: Tensor | None = None,
 ) -> dict[str, list[float]]:
-    """Return every score for each true picture, after the best pairing of guesses to truths.
+    """Return every score for each true picture of one upload, after the best pairing of guesses to truths.
+
+    Score each upload by itself: pairing across uploads would let a guess at one stand for another.
 
     Args:
         guess: `[R, C, H, W]` in 0..1, any number of guesses; NaN counts as mid-grey, as does a missing guess.
