@@ -1,0 +1,89 @@
+"""A run in one safetensors file: tensors in the body, plain data as JSON in its header. No pickle."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from .. import tree
+from ..core import Tensors
+from ..errors import ConfigError, StateError
+from .settings import MAY_CHANGE, Settings
+
+FORMAT = "gradveil training 1"
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The state of a run after `round` rounds.
+
+    `model` is a state_dict (parameters and the common buffers), `users[u]` is what `Veil.load_state_dict` takes, and
+    `local[u]` holds a user's own buffers where BatchNorm statistics stay local.
+    """
+
+    round: int
+    settings: Settings
+    model: Tensors
+    momentum: Tensors
+    users: list[Tensors]
+    local: list[Tensors] = field(default_factory=list)
+
+
+def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
+    """Write a checkpoint, atomically: a kill at any moment leaves the old file or the new one."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {**tree.under("model", checkpoint.model), **tree.under("momentum", checkpoint.momentum)}
+    for kind, parts in (("user", checkpoint.users), ("local", checkpoint.local)):
+        for i, part in enumerate(parts):
+            tensors |= tree.under(f"{kind}.{i}", part)
+    header = {"round": checkpoint.round, "settings": asdict(checkpoint.settings), "users": len(checkpoint.users)}
+    # A clone, because safetensors refuses views that share memory.
+    own = {name: t.detach().to("cpu", memory_format=torch.contiguous_format, copy=True) for name, t in tensors.items()}
+    scratch = path.with_name(path.name + ".tmp")
+    save_file(own, scratch, metadata={"format": FORMAT, "run": json.dumps(header)})
+    with scratch.open("rb") as handle:
+        os.fsync(handle.fileno())
+    scratch.replace(path)
+
+
+def load_checkpoint(path: str | Path) -> Checkpoint:
+    """Return the run saved in `path`, on the CPU: weights, every user's veil state, the round and the settings.
+
+    An audit in mid-training takes a user's real residual from here::
+
+        saved = load_checkpoint("runs/x/checkpoint.safetensors")
+        model.load_state_dict(saved.model)
+        veil = Veil(defense, gradients.parameters(model), client="3")
+        veil.load_state_dict(saved.users[3])
+    """
+    try:
+        with safe_open(path, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  (not a dict)
+    except (OSError, SafetensorError) as error:
+        raise StateError(f"cannot read the checkpoint {path}: {error}") from error
+    if metadata.get("format") != FORMAT:
+        raise StateError(f"{path} is not a training checkpoint of this version ({FORMAT})")
+    header = json.loads(metadata["run"])
+    local = [tree.only(f"local.{i}", tensors) for i in range(header["users"])]
+    return Checkpoint(
+        round=header["round"],
+        settings=Settings(**header["settings"]),
+        model=tree.only("model", tensors),
+        momentum=tree.only("momentum", tensors),
+        users=[tree.only(f"user.{i}", tensors) for i in range(header["users"])],
+        local=local if any(local) else [],
+    )
+
+
+def require_same(saved: Settings, wanted: Settings) -> None:
+    """Raise `ConfigError` if a run was saved under settings that would make its continuation another run."""
+    for f in fields(Settings):
+        old, new = getattr(saved, f.name), getattr(wanted, f.name)
+        if f.name not in MAY_CHANGE and old != new:
+            raise ConfigError(f"the checkpoint was written with {f.name} = {old!r}, not {new!r}: choose another folder")

@@ -1,0 +1,151 @@
+"""The forward and backward passes of all users, at the same weights, into one row of gradients each.
+
+On a GPU the users' passes are parallel branches of one CUDA graph: a batch of 32 does not fill the machine, ten do.
+"""
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ..core import Batch, Tensors
+from ..gradients import parameters
+from ..veil import derive_rng
+from . import statistics
+from .flat import Layout
+from .guards import Rows
+from .job import Job
+
+LANES = 10  # branches of the graph that may run at once
+WARM_UPS = 3  # runs before the capture: kernels are chosen and libraries set up then
+
+
+class Compute:
+    """Gradients, losses and BatchNorm statistics of all users.
+
+    `weights` is one row; the model's parameters are views of it. `statistics` has one row per user.
+    """
+
+    def __init__(self, job: Job, lanes: int = LANES) -> None:
+        self._job = job
+        params, device = parameters(job.model), job.device
+        users = job.settings.users
+        self.layout = Layout(params, channels_last=device.type == "cuda")
+        self.weights = self.layout.rows(1, device)[0]
+        self.layout.write(self.weights, params)
+        self.rows = Rows(self.layout.rows(users, device), self.layout)
+        self.losses = torch.zeros(users, device=device)
+        buffers = statistics.floating(statistics.snapshot(job.model))
+        self.buffer_layout = Layout(buffers)
+        self.statistics = self.buffer_layout.rows(users, device)
+        self._net = _without_counters(job.model)
+        for name, p in job.model.named_parameters():
+            if name in params:
+                p.data = self.layout.views(self.weights)[name]
+        # Autocast would cast these weights once per user; here it happens once per round, with the same result.
+        half = self.layout.rows(1, device, torch.bfloat16)[0] if job.settings.precision == "bf16" else None
+        self._half = half
+        self._batches: list[Batch] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._lanes = min(lanes, users)
+        self.load_buffers([buffers] * users)
+
+    def load_buffers(self, buffers: Sequence[Tensors]) -> None:
+        """Set every user's statistics."""
+        for row, part in zip(self.statistics, buffers, strict=True):
+            self.buffer_layout.write(row, part)
+
+    def merge_statistics(self) -> None:
+        """End a round as the settings say: everybody gets the mean, or the first user's, or keeps its own."""
+        how = self._job.settings.batchnorm
+        if how != "local" and self.buffer_layout.total:
+            common = self.statistics.mean(0) if how == "average" else self.statistics[0].clone()
+            self.statistics.copy_(common.expand_as(self.statistics))
+
+    def run(self, batches: Sequence[Batch], round_: int) -> None:
+        """Fill gradients, losses and statistics."""
+        if self._job.device.type != "cuda":
+            self._refresh()
+            for user, batch in enumerate(batches):
+                torch.default_generator.manual_seed(self._seed(str(user), round_))
+                self._one_user(user, batch)
+            return
+        if self._graph is None:
+            self._capture(batches)
+        for fixed, batch in zip(self._batches, batches, strict=True):
+            fixed.inputs.copy_(batch.inputs)
+            fixed.labels.copy_(batch.labels)
+        torch.cuda.manual_seed(self._seed("all", round_))
+        assert self._graph is not None
+        self._graph.replay()
+
+    def _seed(self, who: str, round_: int) -> int:
+        return derive_rng(self._job.settings.seed, who, round_, "layers").initial_seed()
+
+    def _capture(self, batches: Sequence[Batch]) -> None:
+        self._batches = [Batch(b.inputs.clone(), b.labels.clone()) for b in batches]
+        before = self.statistics.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(WARM_UPS):
+                self._all_users()
+        torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._all_users()
+        self.statistics.copy_(before)
+
+    def _all_users(self) -> None:
+        self._refresh()
+        main = torch.cuda.current_stream()
+        lanes = [torch.cuda.Stream() for _ in range(self._lanes)]
+        for lane in lanes:
+            lane.wait_stream(main)
+        for user, batch in enumerate(self._batches):
+            with torch.cuda.stream(lanes[user % len(lanes)]):
+                self._one_user(user, batch)
+        for lane in lanes:
+            main.wait_stream(lane)
+
+    def _refresh(self) -> None:
+        if self._half is not None:
+            self._half.copy_(self.weights)
+
+    def _one_user(self, user: int, batch: Batch) -> None:
+        # Leaves of its own: autograd then keeps the users apart, though all read the same memory.
+        leaves = {name: w.detach().requires_grad_() for name, w in self._readable().items()}
+        buffers = self.buffer_layout.views(self.statistics[user])
+        outputs = functional_call(self._net, {**leaves, **buffers}, (batch.inputs,))
+        loss = self._job.loss_fn(outputs, batch.labels)
+        self.losses[user].copy_(loss.detach())
+        auxiliary = getattr(self._net, "auxiliary_loss", None)
+        whole = loss if auxiliary is None else loss + auxiliary()
+        found = torch.autograd.grad(whole, list(leaves.values()), allow_unused=True)
+        targets = list(self.layout.views(self.rows.grads[user]).values())
+        used = [(t, g) for t, g in zip(targets, found, strict=True) if g is not None]
+        with torch.no_grad():
+            torch._foreach_copy_([t for t, _ in used], [g for _, g in used])
+
+    def _readable(self) -> Tensors:
+        """Return the weights as the network reads them: in bf16 where autocast would cast them."""
+        views = self.layout.views(self.weights)
+        if self._half is not None:
+            matrices = {
+                f"{name}.weight".removeprefix(".")
+                for name, module in self._net.named_modules()
+                if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+            }
+            views |= {name: v for name, v in self.layout.views(self._half).items() if name in matrices}
+        return views
+
+
+def _without_counters(model: nn.Module) -> nn.Module:
+    """Return a copy whose BatchNorm layers do not count batches: twenty kernels per user that change nothing."""
+    net = copy.deepcopy(model)
+    for module in net.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.momentum is not None:
+            module.num_batches_tracked = None
+    return net

@@ -1,0 +1,174 @@
+"""The same protocol as `loop`, for all users at once: what makes 100 epochs a matter of minutes on a GPU.
+
+Gradients, residuals, weights and momentum are flat rows; the passes run as one CUDA graph and the selection as one
+set of kernels over all users. Nothing waits for the GPU within a chunk of rounds. Encoding every payload would take
+longer than training, so real bytes, norms and defense seconds are measured on sample rounds, for one user in turn;
+`Round.users_measured` says so.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..core import Batch
+from ..errors import ConfigError, StateError
+from . import statistics
+from .checkpoint import Checkpoint, load_checkpoint, require_same, save_checkpoint
+from .compute import Compute
+from .guards import guard_for, require_finite_losses
+from .job import Job, evaluate, kernels, own_randomness
+from .probe import Probe
+from .rounds import Round
+
+CHUNK = 50  # rounds that are queued before the host looks at the losses
+
+
+def unsupported(job: Job) -> str | None:
+    """Return why the fast engine cannot run this job, or None."""
+    settings = job.settings
+    if settings.algorithm != "fedsgd":
+        return "it takes gradients only (algorithm fedsgd)"
+    if settings.invited != settings.users:
+        return "all users must take part (participants 0)"
+    if "per_example" in job.defense.needs:
+        return f"{job.defense.key()} takes per-example gradients"
+    return None
+
+
+class FastTrainer:
+    """Runs a job in chunks of rounds: iterate over it, or call `advance`.
+
+    Guarantees: the same rounds as `Trainer` up to rounding; checkpoints fit both. On a CPU, and on a GPU with
+    `deterministic`, a continued run gives the same bits as one that was never stopped.
+    """
+
+    def __init__(self, job: Job) -> None:
+        reason = unsupported(job)
+        if reason:
+            raise ConfigError(f"the fast engine cannot run this: {reason}; set engine to reference")
+        self.job = job
+        self.round = 0
+        self.model = job.model
+        self._compute = Compute(job)
+        self._guard = guard_for(job.defense, self._compute.rows, job)
+        self._momentum = torch.zeros_like(self._compute.weights)
+        sizes = torch.tensor(job.feed.sizes, device=job.device, dtype=torch.float32)
+        self._shares = None if (sizes == sizes[0]).all() else (sizes / sizes.sum())[:, None]
+        self._wire_every = job.settings.wire_every or job.rounds_per_epoch
+
+    def __iter__(self) -> Iterator[Round]:
+        while self.round < self.job.rounds:
+            yield from self.advance()
+
+    def advance(self) -> list[Round]:
+        """Run up to the next place where a checkpoint or an evaluation may be due; return the reports."""
+        job, first, stop = self.job, self.round, self._next_stop()
+        if first == stop:
+            return []
+        started = time.perf_counter()
+        draws = self._draws(first, stop)
+        losses = torch.zeros(stop - first, job.settings.users, device=job.device)
+        measured: dict[int, dict[str, Any]] = {}
+        with kernels(job.settings, job.device), own_randomness(job.settings.seed, job.device):
+            for index in range(first, stop):
+                measured[index] = self._one_round(index, draws[index - first])
+                losses[index - first].copy_(self._compute.losses)
+        self.round = stop
+        mean_losses = losses.mean(1).tolist()  # waits for the GPU
+        seconds = (time.perf_counter() - started) / (stop - first)
+        require_finite_losses(losses, first)
+        self._guard.require_finite()
+        accuracy = self.evaluate() if job.evaluate_after(stop - 1) else None
+        return [
+            Round(
+                index=index,
+                epoch=index // job.rounds_per_epoch,
+                lr=job.rate(index),
+                loss=mean_losses[index - first],
+                participants=job.settings.users,
+                accuracy=accuracy if index == stop - 1 else None,
+                seconds=seconds,
+                **measured[index],
+            )
+            for index in range(first, stop)
+        ]
+
+    def evaluate(self) -> float | None:
+        """Return the accuracy on the test split, if there is one."""
+        self._publish()
+        return None if self.job.test is None else evaluate(self.model, self.job.test, self.job)
+
+    def save(self, path: str | Path) -> None:
+        """Write a checkpoint, atomically."""
+        self._publish()
+        compute, done = self._compute, torch.tensor(self.round)
+        local = [compute.buffer_layout.views(row) for row in compute.statistics]
+        counters = {n: b for n, b in statistics.snapshot(self.model).items() if not b.is_floating_point()}
+        saved = Checkpoint(
+            round=self.round,
+            settings=self.job.settings,
+            model=dict(self.model.state_dict()),
+            momentum=compute.layout.views(self._momentum),
+            users=[{**tree.under("state", state), "round": done} for state in self._guard.states()],
+            local=[{**part, **counters} for part in local] if self.job.settings.batchnorm == "local" else [],
+        )
+        save_checkpoint(path, saved)
+
+    def load(self, path: str | Path) -> None:
+        """Continue from a checkpoint written under the same settings."""
+        saved = load_checkpoint(path)
+        require_same(saved.settings, self.job.settings)
+        if saved.momentum.keys() != self._compute.layout.shapes.keys():
+            raise StateError(f"the checkpoint {path} belongs to another model")
+        self.model.load_state_dict(saved.model)  # writes through to the flat weights
+        self._compute.layout.write(self._momentum, saved.momentum)
+        self._compute.load_buffers(saved.local or [saved.model] * self.job.settings.users)
+        self._guard.load([tree.only("state", user) for user in saved.users])
+        self.round = saved.round
+
+    def _next_stop(self) -> int:
+        every = self.job.settings.checkpoint_every or self.job.rounds
+        places = [self.job.rounds_per_epoch, every, CHUNK]
+        return min(self.job.rounds, *((self.round // place + 1) * place for place in places))
+
+    def _draws(self, first: int, stop: int) -> Tensor:
+        feed, rounds = self.job.feed, stop - first
+        parts = [feed.draw(user, first, rounds).view(rounds, size, 4) for user, size in enumerate(feed.sizes)]
+        return torch.cat(parts, dim=1).to(self.job.device)
+
+    def _one_round(self, index: int, draw: Tensor) -> dict[str, Any]:
+        """Run one round; return what was measured, nothing on most rounds."""
+        job, compute = self.job, self._compute
+        whole = job.feed.gather(draw)
+        parts = zip(whole.inputs.split(job.feed.sizes), whole.labels.split(job.feed.sizes), strict=True)
+        batches = self._guard.prepare(index, [Batch(*part) for part in parts])
+        compute.run(batches, index)
+        probe = None if index % self._wire_every else self._probe(index)
+        sent = self._guard.step(index, batches) if probe is None else probe.timed_step(index, batches)
+        mean = sent.mean(0) if self._shares is None else (sent * self._shares).sum(0)
+        found = {} if probe is None else probe.measure(sent, mean)
+        if job.settings.weight_decay:
+            mean.add_(compute.weights, alpha=job.settings.weight_decay)
+        self._momentum.mul_(job.settings.momentum).add_(mean)
+        compute.weights.sub_(self._momentum, alpha=job.rate(index))
+        compute.merge_statistics()
+        return found
+
+    def _publish(self) -> None:
+        """Bring the model's buffers up to date; its parameters are views of the flat weights."""
+        compute = self._compute
+        common = compute.buffer_layout.views(compute.statistics.mean(0))
+        for name, buffer in self.model.named_buffers():
+            if name in common:
+                buffer.copy_(common[name])
+            elif name.endswith("num_batches_tracked"):
+                buffer.fill_(self.round)
+
+    def _probe(self, index: int) -> Probe:
+        sends_statistics = self.job.settings.batchnorm != "local"
+        return Probe(self._compute, self._guard, index // self._wire_every, sends_statistics)

@@ -1,0 +1,49 @@
+"""Named tensors side by side in one row, so that one kernel serves all of them."""
+
+import torch
+from torch import Tensor
+
+from ..core import Tensors
+
+ALIGN = 64  # entries; rows of several users then start at an address every kernel likes
+
+
+class Layout:
+    """Where each tensor lies in a row.
+
+    With `channels_last` the entries of a convolution lie in the order a GPU wants them, and ties between magnitudes
+    are broken in that order.
+    """
+
+    def __init__(self, like: Tensors, *, channels_last: bool = False) -> None:
+        self.shapes = {name: tuple(t.shape) for name, t in like.items()}
+        self.sizes = [t.numel() for t in like.values()]
+        self.total = sum(self.sizes)
+        self.length = -(-self.total // ALIGN) * ALIGN
+        self._channels_last = channels_last
+
+    def rows(self, count: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `[count, length]` zeros."""
+        return torch.zeros(count, self.length, device=device, dtype=dtype)
+
+    def segments(self, row: Tensor) -> list[Tensor]:
+        """Return the part of each tensor, flat, sharing memory with the row."""
+        return list(torch.split(row[: self.total], self.sizes))
+
+    def views(self, row: Tensor) -> Tensors:
+        """Return the tensors in their shapes, sharing memory with the row."""
+        return {
+            name: self._shaped(part, shape)
+            for (name, shape), part in zip(self.shapes.items(), self.segments(row), strict=True)
+        }
+
+    def write(self, row: Tensor, tensors: Tensors) -> None:
+        """Copy tensors into a row."""
+        for name, view in self.views(row).items():
+            view.copy_(tensors[name])
+
+    def _shaped(self, part: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if self._channels_last and len(shape) == 4:
+            out, channels, height, width = shape
+            return part.view(out, height, width, channels).permute(0, 3, 1, 2)
+        return part.view(shape)

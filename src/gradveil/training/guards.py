@@ -1,0 +1,248 @@
+"""Defenses over the gradients of all users at once. What the pruning defenses do to one user they do here to all.
+
+A guard owns the users' defense states. `step` may overwrite the gradients and returns what is sent.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import select, tree
+from ..core import Batch, Defense, Masks, State, Step
+from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, Identity, TopK
+from ..errors import GradientError
+from ..select import gpu
+from ..veil import derive_rng
+from .flat import Layout
+from .job import Job
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The gradients of all users, one row each, and how a row is laid out."""
+
+    grads: Tensor  # [users, length]
+    layout: Layout
+
+    @property
+    def users(self) -> int:
+        """How many rows there are."""
+        return len(self.grads)
+
+    def scratch(self) -> Tensor:
+        """Return zeros of the same shape."""
+        return torch.zeros_like(self.grads)
+
+    def segments(self, rows: Tensor) -> list[Tensor]:
+        """Return every tensor of every user, flat."""
+        return [part for row in rows for part in self.layout.segments(row)]
+
+
+class Guard(ABC):
+    """One defense for all users."""
+
+    def __init__(self, defense: Defense, rows: Rows) -> None:
+        self.defense = defense
+        self.rows = rows
+        self.mask: Masks | None = None  # of the last aligned round
+
+    def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """Return the batches the gradients are to be computed on."""
+        return batches
+
+    @abstractmethod
+    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
+        """Protect the gradients of a round; return `[users, length]`."""
+
+    def states(self) -> list[State]:
+        """Return the defense state of every user."""
+        return [{} for _ in range(self.rows.users)]
+
+    def load(self, states: Sequence[State]) -> None:  # noqa: B027  (most guards have no state)
+        """Continue from `states`."""
+
+    def residual(self, user: int) -> Tensor | None:
+        """Return what is held back for a user, as a row."""
+        return None
+
+    def require_finite(self) -> None:  # noqa: B027  (only selection on a GPU reports late)
+        """Raise `GradientError` if a gradient since the last call was not finite."""
+
+
+class Open(Guard):
+    """No defense."""
+
+    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
+        return self.rows.grads
+
+
+class _Feedback(Guard):
+    """A guard that may hold residuals."""
+
+    def __init__(self, defense: Defense, rows: Rows, feedback: bool) -> None:
+        super().__init__(defense, rows)
+        self.held = rows.scratch() if feedback else None
+
+    def states(self) -> list[State]:
+        if self.held is None:
+            return super().states()
+        return [tree.under("residual", self.rows.layout.views(row)) for row in self.held]
+
+    def load(self, states: Sequence[State]) -> None:
+        if self.held is not None:
+            for row, state in zip(self.held, states, strict=True):
+                self.rows.layout.write(row, tree.only("residual", state))
+
+    def residual(self, user: int) -> Tensor | None:
+        return None if self.held is None else self.held[user]
+
+
+class Band(_Feedback):
+    """Dual pruning or Top-k, with or without error feedback."""
+
+    def __init__(self, defense: Defense, operator: DualPrune | TopK, rows: Rows) -> None:
+        super().__init__(defense, rows, feedback=isinstance(defense, ErrorFeedback))
+        bands = [operator.band(n) for n in rows.layout.sizes] * rows.users
+        self._prune = InPlace(rows.segments(rows.grads), bands, None if self.held is None else rows.segments(self.held))
+
+    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
+        self._prune()
+        return self.rows.grads
+
+    def require_finite(self) -> None:
+        self._prune.require_finite()
+
+
+class Aligned(_Feedback):
+    """ADGP: positions from one user's gradient, values from everybody's."""
+
+    def __init__(self, defense: Defense, operator: AlignedDualPrune, rows: Rows, job: Job) -> None:
+        super().__init__(defense, rows, feedback=isinstance(defense, ErrorFeedback))
+        sizes, every = rows.layout.sizes, rows.users
+        self._job = job
+        self._sent = rows.scratch()
+        self._proposal = torch.zeros_like(rows.grads[0])
+        self._propose = InPlace(rows.layout.segments(self._proposal), [(0, operator.mask_count(n)) for n in sizes])
+        tops = [(0, select.band(n, operator.top, 0.0)[0]) for n in sizes]
+        kept = [(0, select.band(n, 0.0, 1.0 - operator.keep)[1]) for n in sizes]
+        self._top = InPlace(rows.segments(self._sent), tops * every)
+        self._keep = InPlace(rows.segments(self._sent), kept * every)
+
+    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
+        total = self.rows.grads
+        if self.held is not None:
+            total.add_(self.held)
+        self._proposal.copy_(_visible(total[self._job.proposer(round_)]))
+        self._propose()
+        common = self._proposal != 0
+        self.mask = self.rows.layout.views(common)
+        self._sent.copy_(_visible(total))
+        self._top()
+        # Inside the mask and not among the user's own largest; zeros elsewhere are never sent.
+        self._sent.copy_(torch.where(common & (self._sent == 0), total, 0.0))
+        self._keep()
+        if self.held is not None:
+            torch.sub(total, self._sent, out=self.held)
+        return self._sent
+
+    def require_finite(self) -> None:
+        self._top.require_finite()
+
+
+class Each(Guard):
+    """Any other defense, user by user, exactly as a `Veil` would apply it."""
+
+    def __init__(self, defense: Defense, rows: Rows, job: Job) -> None:
+        super().__init__(defense, rows)
+        self._job = job
+        self._views = [rows.layout.views(row) for row in rows.grads]
+        self._states = [defense.init(views) for views in self._views]
+
+    def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
+        return [self.defense.prepare_batch(b, self._step_of(user, round_, b)) for user, b in enumerate(batches)]
+
+    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
+        steps = [self._step_of(user, round_, batch) for user, batch in enumerate(batches)]
+        if "mask" in self.defense.needs:
+            chosen = self._job.proposer(round_)
+            self.mask = self.defense.propose(self._views[chosen], self._states[chosen], steps[chosen])
+        for user, (views, step) in enumerate(zip(self._views, steps, strict=True)):
+            masked = Step(step.rng, round_, step.model, step.batch, self.mask)
+            sent, self._states[user] = self.defense.apply(views, self._states[user], masked)
+            tree.require_finite(sent)
+            for name, view in views.items():
+                view.copy_(sent[name])
+        return self.rows.grads
+
+    def _step_of(self, user: int, round_: int, batch: Batch) -> Step:
+        rng = derive_rng(self._job.settings.seed, str(user), round_, device=self._job.device.type)
+        return Step(rng, round_, self._job.model, batch)
+
+    def states(self) -> list[State]:
+        return self._states
+
+    def load(self, states: Sequence[State]) -> None:
+        for user, state in enumerate(states):
+            self._states[user] = {name: state[name].to(t.device) for name, t in self._states[user].items()}
+
+    def residual(self, user: int) -> Tensor | None:
+        held = self.defense.residual(self._states[user])
+        if held is None:
+            return None
+        row = torch.zeros_like(self.rows.grads[0])
+        self.rows.layout.write(row, held)
+        return row
+
+
+class InPlace:
+    """Selection that overwrites its tensors; on a GPU with fixed addresses and no waiting."""
+
+    def __init__(
+        self, tensors: list[Tensor], bands: list[tuple[int, int]], residuals: list[Tensor] | None = None
+    ) -> None:
+        self._tensors, self._bands, self._residuals = tensors, bands, residuals
+        on_gpu = tensors[0].is_cuda and gpu.AVAILABLE
+        self._selector = gpu.Selector(tensors, residuals, tensors, residuals or tensors, bands) if on_gpu else None
+
+    def __call__(self) -> None:
+        if self._selector is not None:
+            self._selector.run()
+        elif self._residuals is None:
+            torch._foreach_copy_(self._tensors, select.prune(self._tensors, self._bands))
+        else:
+            sent, held = select.prune_with_feedback(self._tensors, self._residuals, self._bands)
+            torch._foreach_copy_(self._tensors, sent)
+            torch._foreach_copy_(self._residuals, held)
+
+    def require_finite(self) -> None:
+        """Raise `GradientError` if a selection so far met NaN or infinity."""
+        if self._selector is not None:
+            self._selector.require_finite()
+
+
+def guard_for(defense: Defense, rows: Rows, job: Job) -> Guard:
+    """Return the fastest guard that does what `defense` does."""
+    operator = defense.inner if isinstance(defense, ErrorFeedback) else defense
+    if isinstance(operator, Identity):
+        return Open(defense, rows)
+    # Exact types: a subclass may do more than its parent.
+    if type(operator) is TopK or (type(operator) is DualPrune and operator.excess == "hold"):
+        return Band(defense, operator, rows)
+    if type(operator) is AlignedDualPrune:
+        return Aligned(defense, operator, rows, job)
+    return Each(defense, rows, job)
+
+
+def _visible(values: Tensor) -> Tensor:
+    """Return the values with zeros made just visible, so that a selected zero can be told from a removed entry."""
+    return torch.where(values == 0, torch.finfo(values.dtype).tiny, values)
+
+
+def require_finite_losses(losses: Tensor, first_round: int) -> None:
+    """Raise `GradientError` naming the round in which training diverged."""
+    bad = (~torch.isfinite(losses).all(dim=1)).nonzero()
+    if len(bad):
+        raise GradientError(f"training diverged: the loss of round {first_round + int(bad[0])} is not finite")

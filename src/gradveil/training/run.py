@@ -1,0 +1,133 @@
+"""A whole run in one folder: settings, metrics, checkpoint, result."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from .. import record
+from ..errors import ConfigError, GradientError
+from ..gradients import parameters
+from ..spec import to_spec
+from .fast import FastTrainer, unsupported
+from .job import Job, assemble
+from .log import Log, read_rounds
+from .loop import Trainer
+from .rounds import Round
+from .settings import Settings
+
+CHECKPOINT = "checkpoint.safetensors"
+BYTES = ("bytes_up", "bytes_down", "paper_up", "paper_down")
+MEASURED = (*BYTES, "density", "residual_ratio", "gamma", "defense_seconds", "encode_seconds")
+
+
+def trainer_for(job: Job) -> Trainer | FastTrainer:
+    """Return the engine the settings ask for; `auto` is the fast one on a GPU if it can run the job."""
+    wanted = job.settings.engine
+    if wanted == "fast" or (wanted == "auto" and job.device.type == "cuda" and unsupported(job) is None):
+        return FastTrainer(job)
+    return Trainer(job)
+
+
+def holds_run(folder: Path) -> bool:
+    """Say whether a run was started in this folder."""
+    return (folder / CHECKPOINT).exists() or (folder / "metrics.jsonl").exists()
+
+
+def run(
+    settings: Settings,
+    folder: str | Path,
+    *,
+    resume: bool = False,
+    minutes: float | None = None,
+    on_rounds: Callable[[Job, list[Round]], None] = lambda job, rounds: None,
+) -> dict[str, Any]:
+    """Train, and return the result, which is also written to `result.json` in `folder`.
+
+    With `resume` a run goes on from its checkpoint, or starts if there is none; without it, a folder that holds a run
+    is refused. After `minutes` it stops at the next round boundary with a checkpoint. Training that meets NaN or
+    infinity ends with status "diverged".
+    """
+    folder = Path(folder)
+    checkpoint = folder / CHECKPOINT
+    if not resume and holds_run(folder):
+        raise ConfigError(f"{folder} already holds a run: continue it with --resume, or choose another folder")
+    started = time.monotonic()
+    job = assemble(settings)
+    trainer = trainer_for(job)
+    if resume and checkpoint.exists():
+        trainer.load(checkpoint)
+    log = Log(folder, trainer.round)
+    status = "finished"
+    try:
+        while trainer.round < job.rounds:
+            if minutes is not None and time.monotonic() - started > 60 * minutes:
+                status = "stopped"
+                break
+            before = trainer.round
+            rounds = trainer.advance()
+            log.write(rounds)
+            on_rounds(job, rounds)
+            every = settings.checkpoint_every
+            if every and trainer.round // every > before // every:
+                _save(trainer, log, checkpoint)
+    except GradientError:
+        status = "diverged"
+    finally:
+        log.settle()
+        log.close()
+    if status != "diverged":
+        trainer.save(checkpoint)
+    result = summary(trainer, status, read_rounds(folder / "metrics.jsonl"))
+    record.write_json(folder / "result.json", result)
+    return result
+
+
+def _save(trainer: Trainer | FastTrainer, log: Log, checkpoint: Path) -> None:
+    log.settle()
+    trainer.save(checkpoint)
+
+
+def summary(trainer: Trainer | FastTrainer, status: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the result of a run as plain data. Nothing in it is picked by its test accuracy: the last one counts."""
+    job = trainer.job
+    evaluated = [r for r in rounds if "accuracy" in r]
+    measured = [r for r in rounds if r.get("users_measured")]
+    seconds = sum(r["seconds"] for r in rounds)
+    return {
+        "kind": "training",
+        "status": status,
+        "settings": asdict(job.settings),
+        "resolved": {
+            "engine": "fast" if isinstance(trainer, FastTrainer) else "reference",
+            "device": str(job.device),
+            "defense": to_spec(job.defense),
+            "augment": job.feed.augment,
+            "schedule": job.settings.schedule(),
+            "rounds_per_epoch": job.rounds_per_epoch,
+            "rounds": job.rounds,
+            "parameters": sum(p.numel() for p in parameters(job.model).values()),
+            "pictures_per_user": [len(shard) for shard in job.feed.shards],
+        },
+        "environment": record.environment(),
+        "rounds_done": trainer.round,
+        "seconds": seconds,
+        "seconds_per_round": seconds / len(rounds) if rounds else None,
+        "accuracy": evaluated[-1]["accuracy"] if evaluated else None,
+        "curve": [{"epoch": r["epoch"] + 1, "accuracy": r["accuracy"], "loss": r["loss"]} for r in evaluated],
+        "per_user_and_round": {name: _mean(measured, name) for name in MEASURED},
+        "rounds_measured": len(measured),
+        "users_measured": _mean(measured, "users_measured"),
+        "feedback": _thin([{k: r[k] for k in ("index", "residual_ratio", "gamma")} for r in measured]),
+    }
+
+
+def _mean(rounds: list[dict[str, Any]], name: str) -> float | None:
+    values = [r[name] for r in rounds if name in r]
+    return sum(values) / len(values) if values else None
+
+
+def _thin(rows: list[dict[str, Any]], most: int = 100) -> list[dict[str, Any]]:
+    """Return at most about `most` of the rows, evenly spread: enough for a curve."""
+    return rows[:: max(1, len(rows) // most)]
