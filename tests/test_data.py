@@ -177,7 +177,15 @@ def test_photos_are_bundled_deterministic_and_disjoint():
     assert torch.equal(test.images, data.load("photos", split="test").images)
     assert test.labels[:10].tolist() == list(range(10))
     assert test.images.float().std(dim=(2, 3)).amax(dim=1).min() > 10  # no empty sky
-    assert data.load("photos", split="test", size=64, grey=True).input_shape == (1, 64, 64)
+
+
+def test_grey_pictures_have_the_same_constants_in_every_split():
+    train, test = (data.load("photos", split=split, size=16, grey=True) for split in ("train", "test"))
+    assert train.input_shape == (1, 16, 16)
+    assert (train.mean, train.std) == (test.mean, test.std)
+    inputs = train.batch(range(len(train))).inputs
+    assert abs(float(inputs.mean())) < 0.01
+    assert 0.8 < float(inputs.std()) < 1.1
 
 
 def test_train_and_test_photos_share_no_pixel():

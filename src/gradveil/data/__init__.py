@@ -18,6 +18,7 @@ from .partition import partition_dirichlet, partition_iid
 
 Split = Literal["train", "test", "all"]
 NAMES = (*LAYOUTS, "digits", "photos")
+LUMINANCE = (0.299, 0.587, 0.114)  # of red, green and blue
 
 
 def load(
@@ -62,9 +63,9 @@ def _reshape(data: Dataset, size: int, grey: bool | None) -> Dataset:
     if images.shape[-2:] != (size, size):
         images = _to_bytes(F.interpolate(images.float(), (size, size), mode="bilinear", antialias=True))
     if grey is True and images.shape[1] == 3:
-        weights = torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)
-        images = _to_bytes((images.float() * weights).sum(1, keepdim=True))
-        mean, std = channel_statistics(images)
+        images = _to_bytes((images.float() * torch.tensor(LUMINANCE).view(1, 3, 1, 1)).sum(1, keepdim=True))
+        # From the constants, not from these pictures: every split must have the same (exact if channels move together).
+        mean, std = ((sum(w * v for w, v in zip(LUMINANCE, values, strict=True)),) for values in (mean, std))
     elif grey is False and images.shape[1] == 1:
         images, mean, std = images.expand(-1, 3, -1, -1).contiguous(), mean * 3, std * 3
     return replace(data, images=images, mean=mean, std=std)

@@ -43,12 +43,13 @@ def ssim(guess: Tensor, truth: Tensor) -> Tensor:
     require_pictures(guess, truth)
     height, width = guess.shape[-2:]
     window, sigma = ssim_window((height, width))
+    # In float64: a variance is a small difference of large numbers, and GPUs round float32 convolutions to TF32.
     _, every = structural_similarity_index_measure(
-        guess, truth, sigma=sigma, data_range=1.0, reduction="none", return_full_image=True
+        guess.double(), truth.double(), sigma=sigma, data_range=1.0, reduction="none", return_full_image=True
     )
     edge = window // 2
     inside: Tensor = every[..., edge : height - edge, edge : width - edge]
-    return inside.mean(dim=(1, 2, 3))
+    return inside.mean(dim=(1, 2, 3)).to(guess.dtype)
 
 
 def paper_ssim(guess: Tensor, truth: Tensor) -> Tensor:
@@ -64,11 +65,11 @@ def paper_ssim(guess: Tensor, truth: Tensor) -> Tensor:
     def blur(x: Tensor) -> Tensor:
         return F.avg_pool2d(x, window, stride=1)
 
-    mean_g, mean_t = blur(guess), blur(truth)
-    var_g = unbiased * (blur(guess * guess) - mean_g * mean_g)
-    var_t = unbiased * (blur(truth * truth) - mean_t * mean_t)
-    cov = unbiased * (blur(guess * truth) - mean_g * mean_t)
-    return similarity(mean_g, mean_t, var_g, var_t, cov, PAPER_RANGE).mean(dim=(1, 2, 3))
+    g, t = guess.double(), truth.double()
+    mean_g, mean_t = blur(g), blur(t)
+    var_g, var_t = unbiased * (blur(g * g) - mean_g * mean_g), unbiased * (blur(t * t) - mean_t * mean_t)
+    cov = unbiased * (blur(g * t) - mean_g * mean_t)
+    return similarity(mean_g, mean_t, var_g, var_t, cov, PAPER_RANGE).mean(dim=(1, 2, 3)).to(guess.dtype)
 
 
 def similarity(mean_a: Tensor, mean_b: Tensor, var_a: Tensor, var_b: Tensor, cov: Tensor, data_range: float) -> Tensor:

@@ -20,6 +20,7 @@ def pairwise_mse(a: Tensor, b: Tensor) -> Tensor:
 
 def pairwise_ssim(a: Tensor, b: Tensor) -> Tensor:
     """Return the SSIM of each `a[i]` against each `b[j]` as `[len(a), len(b)]`."""
+    a, b = a.double(), b.double()  # for the same reasons as in `ssim`
     down, across = (_gaussian_rows(side, a) for side in a.shape[-2:])
 
     def blur(x: Tensor) -> Tensor:
@@ -27,7 +28,7 @@ def pairwise_ssim(a: Tensor, b: Tensor) -> Tensor:
 
     mean_a, mean_b = blur(a), blur(b)
     var_a, var_b = blur(a * a) - mean_a * mean_a, blur(b * b) - mean_b * mean_b
-    found = a.new_empty(len(a), len(b))
+    found = a.new_empty(len(a), len(b), dtype=torch.float32)
     wide = max(1, VALUES // a[0].numel())
     high = max(1, wide // len(b))
     for i in range(0, len(a), high):
