@@ -1,0 +1,222 @@
+"""What an audit is to do: the settings a person writes, and the objects they name."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from .. import check, data, models
+from ..attacks import ATTACKS
+from ..core import Attack, Defense, LossFn, Tensors
+from ..data import Dataset
+from ..defenses import DEFENSES, PRESETS
+from ..errors import ConfigError
+from ..spec import build, to_text
+from ..training import Checkpoint, Settings, load_checkpoint
+from .report import COLUMNS, Column
+from .verdict import BASELINE
+
+DEFAULT_ATTACKS = (
+    "naive=inverting_gradients(masked='never', steps=600)",
+    "mask-aware=inverting_gradients(steps=600)",
+)
+AS_LISTED = "photos"  # its first pictures are of different classes already, and in a known order
+
+
+def _option(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What an audit covers. The help texts are those of `gradveil audit --help` and of what `gradveil init` writes."""
+
+    model: str = _option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
+    weights: str = _option("", "Weights of the model: a safetensors file. Empty: freshly initialised.")
+    data: str = _option("photos", "photos and digits need no download; cifar10, cifar100, or a folder of pictures.")
+    pictures: int = _option(8, "How many private pictures to attack.")
+    batch_size: int = _option(4, "Pictures in a client's batch, for the realistic column.")
+    round: int = _option(4, "Uploads the client made before the attacked one, for the realistic column.")
+    checkpoint: str = _option("", "A checkpoint of gradveil train: audit that run, with a client's real residual.")
+    client: int = _option(0, "Which client of the checkpoint.")
+    accuracy_rounds: int = _option(60, "Rounds of training to measure accuracy under each defense; 0: do not.")
+    budget: float = _option(0.0, "Minutes the audit may take; 0: no limit. What does not fit is reported as cut.")
+    device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
+    seed: int = _option(0, "Settles pictures, noise and the attackers' starting points.")
+
+    def __post_init__(self) -> None:
+        check.at_least(1, pictures=self.pictures, batch_size=self.batch_size)
+        check.at_least(0, round=self.round, client=self.client, accuracy_rounds=self.accuracy_rounds, seed=self.seed)
+        check.non_negative(budget=self.budget)
+        if self.checkpoint and self.weights:
+            raise ValueError("weights and checkpoint both name weights: give one of them")
+
+
+@dataclass(frozen=True)
+class Plan(Scope):
+    """One audit: its scope, and what is tried."""
+
+    defenses: tuple[str, ...] = _option((), "Such as dgp or mild=dual_prune(top=0.1). Empty: the usual ones.")
+    attacks: tuple[str, ...] = _option((), "Such as inverting_gradients(steps=500). Empty: one naive, one adaptive.")
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is audited: a model, a client's pictures, and everything tried on them."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    victims: Dataset  # the pictures under attack
+    private: Dataset  # the client's other pictures: they fill its residual
+    public: Dataset  # the same kind of pictures, known to everybody: blind guesses and line-ups
+    defenses: dict[str, Defense]
+    attacks: dict[str, Attack]
+    device: torch.device
+    residuals: dict[str, Tensors] = field(default_factory=dict)  # veil states of a real run, by defense
+    run_round: int | None = None  # how far that run was
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One attack on one defense in one column."""
+
+    column: Column
+    defense: str
+    attack: str
+
+
+def cells(subject: Subject) -> list[Cell]:
+    """Return every cell, the most telling first: a budget that runs out takes the last ones.
+
+    The bare gradient comes first, because without it nothing can be judged; then the worst case, then everyday.
+    """
+    order = sorted(subject.defenses, key=lambda name: name != BASELINE)
+    attacks = sorted(subject.attacks, key=lambda name: not is_adaptive(subject.attacks[name]))
+    both = [Cell(column, BASELINE, attack) for column in COLUMNS for attack in attacks]
+    return both + [Cell(c, d, a) for c in COLUMNS for d in order if d != BASELINE for a in attacks]
+
+
+def is_adaptive(attack: Attack) -> bool:
+    """Say whether the attack uses what it knows about the defense."""
+    return bool(getattr(attack, "adaptive", getattr(attack, "masked", "never") != "never"))
+
+
+def default_defenses() -> tuple[str, ...]:
+    """Return what is audited when nobody says otherwise."""
+    hardened = ("hardened",) if "hardened" in PRESETS else ()
+    return (BASELINE, "topk", "dgp", *hardened, "dp")
+
+
+def subject(
+    plan: Plan,
+    *,
+    model: nn.Module | None = None,
+    dataset: Dataset | None = None,
+    defenses: Mapping[str, Defense] | None = None,
+    attacks: Mapping[str, Attack] | None = None,
+    loss_fn: LossFn = nn.functional.cross_entropy,
+) -> Subject:
+    """Return what the plan names; parts that are passed take the place of those it names."""
+    saved = load_checkpoint(plan.checkpoint) if plan.checkpoint else None
+    device = pick_device(plan.device)
+    victims, private, public = _pictures(plan, saved, dataset)
+    if model is None:
+        name = saved.settings.model if saved else plan.model
+        shape, classes = victims.input_shape, victims.num_classes
+        model = models.build(name, num_classes=classes, input_shape=shape, seed=plan.seed)
+        _load_weights(model, plan, saved)
+    wanted = defenses or _named(DEFENSES, plan.defenses or _fallback(saved), "defense")
+    return Subject(
+        model=model.to(device),
+        loss_fn=loss_fn,
+        victims=victims,
+        private=private,
+        public=public,
+        defenses={BASELINE: build(DEFENSES, BASELINE, "defense"), **wanted},
+        attacks=dict(attacks or _named(ATTACKS, plan.attacks or DEFAULT_ATTACKS, "attack")),
+        device=device,
+        residuals=_residuals(plan, saved, wanted),
+        run_round=saved.round if saved else None,
+    )
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device called `name`; `auto` is a GPU if there is one."""
+    from ..training.job import pick_device as pick
+
+    return pick(name)
+
+
+def _fallback(saved: Checkpoint | None) -> tuple[str, ...]:
+    return default_defenses() if saved is None else (BASELINE, saved.settings.defense)
+
+
+def _named(table: Any, texts: Sequence[str], kind: str) -> dict[str, Any]:
+    """Return the objects in `texts`; `name=text` gives one a name of its own for the report."""
+    found = {}
+    for text in texts:
+        name, equals, rest = text.partition("=")
+        own = bool(equals) and "(" not in name
+        found[name.strip() if own else text] = build(table, rest if own else text, kind)
+    return found
+
+
+def _load_weights(model: nn.Module, plan: Plan, saved: Checkpoint | None) -> None:
+    if saved is None and not plan.weights:
+        return
+    try:
+        state = saved.model if saved else load_file(plan.weights)
+        model.load_state_dict(state)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ConfigError(f"the weights do not fit the model {plan.model}: {error}") from error
+
+
+def _residuals(plan: Plan, saved: Checkpoint | None, defenses: Mapping[str, Defense]) -> dict[str, Tensors]:
+    if saved is None:
+        return {}
+    if plan.client >= len(saved.users):
+        raise ConfigError(f"client must be below {len(saved.users)}, the users of the checkpoint, got {plan.client}")
+    own = to_text(build(DEFENSES, saved.settings.defense, "defense"))
+    return {name: saved.users[plan.client] for name, d in defenses.items() if to_text(d) == own}
+
+
+def _pictures(plan: Plan, saved: Checkpoint | None, dataset: Dataset | None) -> tuple[Dataset, Dataset, Dataset]:
+    """Return victims, the client's other pictures, and public ones: three sets that share no picture."""
+    uploads = -(-plan.pictures // plan.batch_size)
+    wanted = max(plan.pictures, uploads * plan.batch_size)
+    rng = torch.Generator().manual_seed(plan.seed)
+    if saved is not None and dataset is None:
+        own, rest = _shard(plan, saved)
+        victims, others = own, own
+    elif dataset is not None:
+        victims = others = rest = dataset
+    else:
+        victims, others = data.load(plan.data, split="test"), data.load(plan.data, split="train")
+        rest = others
+    order = torch.arange(len(victims)) if victims.name == AS_LISTED else torch.randperm(len(victims), generator=rng)
+    if len(victims) < wanted:
+        raise ConfigError(f"{wanted} pictures are to be attacked but {plan.data} has {len(victims)}: ask for fewer")
+    chosen, left = order[:wanted], order[wanted:]
+    if others is not victims:
+        left = torch.randperm(len(others), generator=rng)
+    half = len(left) // 2
+    if not half:
+        raise ConfigError(f"{plan.data} has no pictures left to fill a residual and to guess from: add some")
+    private = others.subset(left[:half])
+    public = others.subset(left[half:]) if rest is others else rest
+    return victims.subset(chosen), private, public
+
+
+def _shard(plan: Plan, saved: Checkpoint) -> tuple[Dataset, Dataset]:
+    """Return the client's own pictures of a training run, and everybody's test pictures."""
+    from ..training.feed import shards
+
+    settings: Settings = saved.settings
+    root = settings.root or None
+    train = data.load(settings.data, split="train", root=root)
+    parts = shards(train, settings)
+    return train.subset(parts[plan.client]), data.load(settings.data, split="test", root=root)

@@ -1,0 +1,290 @@
+"""The report as plain data: one JSON file is the truth, every page and table is a pure function of it.
+
+Lists of scores hold one value per attacked picture, in the order of `ColumnInfo.pictures`. A value that is not a
+number (an attack that diverged, say) is `null` in the file and NaN here.
+"""
+
+import json
+import math
+import os
+import types
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from ..errors import ConfigError
+
+SCHEMA = 1
+Column = Literal["diagnostic", "realistic"]
+COLUMNS: tuple[Column, ...] = ("diagnostic", "realistic")
+Status = Literal["ok", "refused", "skipped", "failed"]
+Verdict = Literal["leaks", "holds", "incomplete"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Original:
+    """A private picture of the audit, for the reader to compare with."""
+
+    index: int
+    label: str
+    png: str  # base64
+
+
+@dataclass(frozen=True)
+class ColumnInfo:
+    """One of the two settings in which everything was attacked."""
+
+    name: Column
+    mode: Literal["eval", "train"]
+    batch_size: int
+    rounds: int  # uploads the client made before the attacked one
+    pictures: list[int]  # positions in `Report.originals`
+    grants: dict[str, bool]  # the threat model
+
+
+@dataclass(frozen=True)
+class Floor:
+    """What a guess scores that never looked at the gradient."""
+
+    column: Column
+    guess: str
+    scores: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attack on one defense in one column.
+
+    `ok`: it ran. `refused`: the client's guard would not compute a gradient, so nothing was sent. `skipped` and
+    `failed`: there is no result, and `note` says why.
+    """
+
+    column: Column
+    defense: str
+    attack: str
+    status: Status
+    adaptive: bool = False
+    note: str = ""
+    traceback: str = ""
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    floor: list[float] = field(default_factory=list)  # SSIM of the best blind guess that may guess as often
+    identified: list[bool] = field(default_factory=list)  # was this picture the nearest of the line-up?
+    labels_right: float | None = None  # share of labels the attacker found (1.0 if it was told)
+    loss: float | None = None  # the attacker's own objective, mean over uploads
+    seconds: float = 0.0
+    pictures: list[str] = field(default_factory=list)  # base64 PNG, paired with the originals
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one tensor lost on the way out, as a mean over the attacked uploads."""
+
+    name: str
+    entries: int
+    sent: float  # share of entries that left
+    energy: float  # share of the gradient's squared norm at the positions that left
+    largest: float  # share of the 5 % largest gradient entries that left
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What left the client under one defense in one column, as a mean over the attacked uploads."""
+
+    column: Column
+    bytes_sent: int
+    bytes_dense: int
+    paper_bytes: int
+    distance: float  # ||sent - gradient|| / ||gradient||
+    cosine: float
+    residual_ratio: float | None  # ||residual|| / ||gradient|| before the upload; None: the defense keeps none
+    seconds: float
+    layers: list[Layer]
+
+
+@dataclass(frozen=True)
+class DefenseInfo:
+    """One defense of the audit and what it costs."""
+
+    name: str  # what the user wrote; rows refer to it
+    text: str  # the full text that rebuilds it
+    spec: dict[str, Any]
+    uploads: list[Upload]
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class AttackInfo:
+    """One attack of the audit."""
+
+    name: str
+    text: str
+    spec: dict[str, Any]
+    adaptive: bool
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Why an attack recovered nothing where it should have, and what to do about it."""
+
+    code: str
+    title: str
+    evidence: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Risk:
+    """The fast first-order score of one defense, one value per picture of the diagnostic column."""
+
+    defense: str
+    readable: list[float]  # 0..1: share of the coarse picture a first-order attacker reads
+    bound: list[float]  # pixel RMS error that no first-order attacker beats (Proposition 1)
+
+
+@dataclass(frozen=True)
+class FastScore:
+    """All fast scores, and how well they rank the attacks that followed."""
+
+    seconds: float
+    directions: int
+    risks: list[Risk]
+    correlation: float | None = None  # Spearman, over every (defense, picture) with a result
+    pairs: int = 0
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdict on one defense in one column, or overall (`column` is None)."""
+
+    defense: str
+    column: Column | None
+    verdict: Verdict
+    reasons: list[str]
+    worst_attack: str | None = None
+    worst: float | None = None  # mean SSIM of the strongest attack
+    worst_picture: float | None = None  # SSIM of the best recovered picture over all attacks
+    floor: float | None = None  # mean SSIM of the best blind guess
+    detectable: float | None = None  # smallest mean lead over the floor the test could have seen
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything the audit found. `to_json` and `from_json` are inverse."""
+
+    title: str
+    created: str
+    seconds: float
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+    seed: int
+    metrics: dict[str, Literal["high", "low"]]  # which end means that more was recovered
+    lineup: int  # pictures in the identification line-up
+    chance: float  # how often blind luck is the nearest, at most
+    originals: list[Original]
+    columns: list[ColumnInfo]
+    floors: list[Floor]
+    attacks: list[AttackInfo]
+    defenses: list[DefenseInfo]
+    rows: list[Row]
+    judgements: list[Judgement] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    fast: FastScore | None = None
+    cut: list[str] = field(default_factory=list)  # what was left out, and why
+    notes: list[str] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def column(self, name: Column) -> ColumnInfo:
+        """Return the description of a column."""
+        return next(c for c in self.columns if c.name == name)
+
+    def find(self, column: Column, defense: str, attack: str) -> Row | None:
+        """Return the row of one attack on one defense."""
+        wanted = (column, defense, attack)
+        return next((r for r in self.rows if (r.column, r.defense, r.attack) == wanted), None)
+
+    def judgement(self, defense: str, column: Column | None = None) -> Judgement:
+        """Return the verdict on a defense, overall or in one column."""
+        return next(j for j in self.judgements if j.defense == defense and j.column == column)
+
+    def to_json(self) -> str:
+        """Return the report as JSON text without NaN or infinity."""
+        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
+
+    def save(self, path: str | Path) -> None:
+        """Write the JSON, atomically: a kill leaves the old file or the new one."""
+        path = Path(path)
+        scratch = path.with_name(path.name + ".tmp")
+        scratch.write_text(self.to_json(), encoding="utf-8")
+        os.replace(scratch, path)
+
+    @staticmethod
+    def from_json(text: str) -> "Report":
+        """Return the report in `text`; raises `ConfigError` naming the first thing that is not as it should be."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"this is not a report: {error}") from error
+        found = data.get("schema") if isinstance(data, dict) else None
+        if found != SCHEMA:
+            raise ConfigError(f"this is not a report of schema {SCHEMA} (found {found!r}): run the audit again")
+        return _read(Report, data, "report")
+
+    @staticmethod
+    def load(path: str | Path) -> "Report":
+        """Return the report in a file."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the report {path}: {error}") from error
+        return Report.from_json(text)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _read(kind: type[T], data: Any, where: str) -> T:
+    """Return `data` as the dataclass `kind`: unknown or missing keys and wrong types are refused by name."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where} must be a table, got {type(data).__name__}")
+    hints = get_type_hints(kind)
+    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
+    unknown = sorted(data.keys() - set(names))
+    if unknown:
+        raise ConfigError(f"{where} has an unknown key {unknown[0]!r}")
+    values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in names if name in data}
+    try:
+        return kind(**values)
+    except TypeError as error:
+        raise ConfigError(f"{where} is incomplete: {error}") from error
+
+
+def _value(hint: Any, data: Any, where: str) -> Any:
+    origin, args = get_origin(hint), get_args(hint)
+    if is_dataclass(hint):
+        return _read(hint, data, where)  # type: ignore[arg-type]
+    if hint is Any:
+        return data
+    if origin in (Union, types.UnionType):
+        inner = next(a for a in args if a is not type(None))
+        return None if data is None else _value(inner, data, where)
+    if origin is Literal and data in args:
+        return data
+    if origin is list and isinstance(data, list):
+        return [_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
+    if origin is dict and isinstance(data, dict):
+        return {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
+    if hint is float and data is None:
+        return math.nan
+    if hint is float and isinstance(data, int | float) and not isinstance(data, bool):
+        return float(data)
+    if hint in (int, str, bool) and type(data) is hint:
+        return data
+    raise ConfigError(f"{where} is {data!r:.60}, which is not {getattr(hint, '__name__', hint)}")

@@ -1,0 +1,288 @@
+"""The audit itself: every cell through the same path, failures as rows, within the budget, resumable."""
+
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from .. import record
+from ..attacks import missing
+from ..attacks.progress import Progress, watch
+from ..core import Attack
+from ..errors import ConfigError, GuardError, NeedError
+from ..metrics import METRICS
+from ..spec import to_spec, to_text
+from ..veil import derive_rng
+from . import accuracy, clients, scoring
+from .clients import Sent
+from .diagnose import diagnose
+from .plan import Cell, Plan, Subject, cells, is_adaptive
+from .report import COLUMNS, AttackInfo, Column, DefenseInfo, Finding, Original, Report, Row
+from .risk import fast_score, rank_correlation
+from .verdict import BASELINE, against_floor, judge
+
+WATCH_EVERY = 10  # attack steps between two looks at the clock
+SHARED = frozenset({"budget", "device"})  # settings a resumed audit may change
+
+
+class Event(NamedTuple):
+    """How far the audit is."""
+
+    stage: str
+    done: int  # cells finished
+    total: int
+    step: int = 0  # of the attack that runs
+    steps: int = 0
+    seconds_left: float | None = None
+
+
+class BudgetError(Exception):
+    """Raised inside an attack when the budget is used up."""
+
+
+class Audit:
+    """One run over all cells. It may be interrupted anywhere: `report` holds what is done so far."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        subject: Subject,
+        *,
+        tell: Callable[[Event], None] = lambda event: None,
+        save: Callable[[Report], None] = lambda report: None,
+        before: Report | None = None,
+    ) -> None:
+        self.plan, self.subject, self.tell, self.save = plan, subject, tell, save
+        self.cells = cells(subject)
+        self.seconds: dict[tuple[Column, str], float] = {}
+        self.columns = {column: clients.column_info(column, plan, subject) for column in COLUMNS}
+        self.started = time.monotonic()
+        self.report = _empty(plan, subject, list(self.columns.values()))
+        if before is not None:
+            self.report = _continue(self.report, before)
+        self._earlier_seconds = self.report.seconds
+        self._uploads: tuple[tuple[Column, str], list[Sent]] | None = None
+
+    def run(self) -> Report:
+        """Do everything that is not done yet, and save after each part."""
+        try:
+            self._prepare()
+            for cell in self.cells:
+                if self.report.find(cell.column, cell.defense, cell.attack) is None:
+                    self._update(rows=[*self.report.rows, self._row(cell)])
+            self._measure_accuracy()
+        except KeyboardInterrupt:
+            self._finish("the audit was interrupted")
+            raise
+        self._finish("")
+        return self.report
+
+    def _update(self, **changes: Any) -> None:
+        seconds = self._earlier_seconds + time.monotonic() - self.started
+        self.report = replace(self.report, seconds=seconds, **changes)
+        self.report = replace(self.report, judgements=judge(self.report))
+        self.save(self.report)
+
+    def _prepare(self) -> None:
+        self._say("sending uploads")
+        if not self.report.floors:
+            found = []
+            for column in COLUMNS:
+                batches = [s.batch for s in self._sent(column, BASELINE)]
+                found += scoring.floors(self.plan, self.subject, column, batches)
+            size, luck = scoring.chance(self.subject)
+            self._update(floors=found, metrics=_ends(found[0].scores), lineup=size, chance=luck)
+        if self.report.fast is None:
+            self._say("fast score")
+            self._update(fast=fast_score(lambda name: self._sent("diagnostic", name), self.subject, self.plan.seed))
+
+    def _sent(self, column: Column, defense: str, attack: Attack | None = None) -> list[Sent]:
+        """Return the uploads of a defense; those of the last defense are kept, since every passive attack sees them."""
+        if attack is not None and "active" in attack.needs:
+            return clients.uploads(self.plan, self.subject, self.columns[column], defense, attack)
+        if self._uploads is None or self._uploads[0] != (column, defense):
+            sent = clients.uploads(self.plan, self.subject, self.columns[column], defense)
+            self._uploads = (column, defense), sent
+            self._describe(column, defense, sent)
+        return self._uploads[1]
+
+    def _describe(self, column: Column, defense: str, sent: Sequence[Sent]) -> None:
+        known = next(d for d in self.report.defenses if d.name == defense)
+        if any(upload.column == column for upload in known.uploads):
+            return
+        fuller = replace(known, uploads=[*known.uploads, scoring.describe_uploads(column, sent)])
+        self._update(defenses=[fuller if d.name == defense else d for d in self.report.defenses])
+
+    # One cell
+
+    def _row(self, cell: Cell) -> Row:
+        attack = self.subject.attacks[cell.attack]
+        row = Row(cell.column, cell.defense, cell.attack, "ok", is_adaptive(attack))
+        lacking = missing(attack, clients.threat(cell.column, self.subject))
+        if lacking:
+            return replace(row, status="skipped", note=f"the attacker is not granted {', '.join(lacking)}")
+        short = self._too_long(cell)
+        if short:
+            return replace(row, status="skipped", note=short)
+        started = time.monotonic()
+        try:
+            fields = self._attack(cell, attack)
+        except BudgetError:
+            row = replace(row, status="skipped", note=f"cut: the budget of {self.plan.budget:g} minutes was used up")
+        except NeedError as error:
+            row = replace(row, status="skipped", note=str(error))
+        except GuardError as error:
+            row = replace(row, status="refused", note=str(error), floor=self._floor(cell.column))
+        except Exception as error:  # the one broad except: an attack that breaks is a result to report, not to hide
+            note = f"{type(error).__name__}: {error}"
+            row = replace(row, status="failed", note=note, traceback=traceback.format_exc())
+        else:
+            row = replace(row, **fields)
+            self.seconds[cell.column, cell.attack] = time.monotonic() - started
+        return replace(row, seconds=time.monotonic() - started)
+
+    def _attack(self, cell: Cell, attack: Attack) -> dict[str, Any]:
+        data = self.subject.victims
+        attack = attack.fitted(self.subject.defenses[cell.defense], data.mean, data.std)
+        sent = self._sent(cell.column, cell.defense, attack)
+        rngs = [derive_rng(self.plan.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
+        with watch(lambda p: self._watch(cell, p), every=WATCH_EVERY):
+            self._say(_name(cell))
+            found = attack.run_many([s.seen for s in sent], rngs)
+        return scoring.score_guesses(self.plan, self.subject, sent, found)
+
+    def _floor(self, column: Column) -> list[float]:
+        return max((f.scores["ssim"] for f in self.report.floors if f.column == column), key=fmean)
+
+    # Time
+
+    def _left(self) -> float | None:
+        return 60 * self.plan.budget - (time.monotonic() - self.started) if self.plan.budget else None
+
+    def _too_long(self, cell: Cell) -> str:
+        left, cost = self._left(), self._cost(cell)
+        if left is None or left > (cost or 0.0):
+            return ""
+        return f"cut: about {cost or 0:.0f} s needed, {max(left, 0):.0f} s left of {self.plan.budget:g} minutes"
+
+    def _cost(self, cell: Cell) -> float | None:
+        """Return what this attack took before, in this column if it ran there."""
+        other = [seconds for (_, attack), seconds in self.seconds.items() if attack == cell.attack]
+        return self.seconds.get((cell.column, cell.attack), max(other, default=None))
+
+    def _watch(self, cell: Cell, progress: Progress) -> None:
+        left = self._left()
+        if left is not None and left <= 0:
+            raise BudgetError
+        self._say(_name(cell), progress.step, progress.total)
+
+    def _say(self, stage: str, step: int = 0, steps: int = 0) -> None:
+        open_cells = [c for c in self.cells if self.report.find(c.column, c.defense, c.attack) is None]
+        costs = [self._cost(c) for c in open_cells]
+        known = [c for c in costs if c is not None]
+        left = None
+        if known:
+            typical = fmean(known)
+            left = sum(typical if c is None else c for c in costs)
+            if steps and costs:
+                left -= (typical if costs[0] is None else costs[0]) * step / steps
+        done = len(self.cells) - len(open_cells)
+        self.tell(Event(stage, done, len(self.cells), step, steps, left))
+
+    # What comes after
+
+    def _measure_accuracy(self) -> None:
+        rounds = self.plan.accuracy_rounds
+        if not rounds:
+            return
+        for known in self.report.defenses:
+            left = self._left()
+            if known.accuracy is None and (left is None or left > 0):
+                self._say(f"accuracy under {known.name}")
+                value = accuracy.measure(self.subject.defenses[known.name], rounds, self.plan.seed)
+                fuller = replace(known, accuracy=value)
+                self._update(defenses=[fuller if d.name == known.name else d for d in self.report.defenses])
+
+    def _finish(self, why: str) -> None:
+        rows = list(self.report.rows)
+        for cell in self.cells:
+            if self.report.find(cell.column, cell.defense, cell.attack) is None:
+                adaptive = is_adaptive(self.subject.attacks[cell.attack])
+                rows.append(Row(cell.column, cell.defense, cell.attack, "skipped", adaptive, f"cut: {why}"))
+        cut = [f"{_name(row)}: {row.note.removeprefix('cut: ')}" for row in rows if row.note.startswith("cut: ")]
+        measured = any(d.accuracy is not None for d in self.report.defenses)
+        notes = [accuracy.NOTE.format(rounds=self.plan.accuracy_rounds)] if measured else []
+        self._update(rows=rows, cut=cut, notes=notes, fast=self._correlated())
+        self._update(findings=self._explain())
+
+    def _correlated(self) -> Any:
+        fast = self.report.fast
+        if fast is None:
+            return None
+        scores, results = [], []
+        for risk in fast.risks:
+            rows = [r for r in self.report.rows if r.column == "diagnostic" and r.defense == risk.defense]
+            best = [max(values) for values in zip(*(r.scores["ssim"] for r in rows if r.status == "ok"), strict=True)]
+            scores += risk.readable[: len(best)]
+            results += best
+        return replace(fast, correlation=rank_correlation(scores, results), pairs=len(results))
+
+    def _explain(self) -> list[Finding]:
+        """Look for the cause wherever no attack at all beats blind guessing without a defense."""
+        found: dict[str, Finding] = {}
+        for column in COLUMNS:
+            rows = [r for r in self.report.rows if r.column == column and r.defense == BASELINE and r.status == "ok"]
+            tests = [against_floor(self.report, row) for row in rows]
+            if rows and not any(test and test.beats for test in tests):
+                for finding in diagnose(self._sent(column, BASELINE), rows, self.subject.victims):
+                    found.setdefault(
+                        finding.code, replace(finding, evidence=f"{column.capitalize()}: {finding.evidence}")
+                    )
+        return list(found.values())
+
+
+def _name(item: Cell | Row) -> str:
+    return f"{item.column}, {item.defense}, {item.attack}"
+
+
+def _ends(scores: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: METRICS[name].leak for name in scoring.SHOWN if name in scores}
+
+
+def _empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
+    victims = subject.victims
+    model = plan.model if subject.run_round is None else f"{plan.model} after {subject.run_round} rounds"
+    return Report(
+        title=f"{model} on {plan.data}",
+        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        seconds=0.0,
+        settings={key: list(value) if isinstance(value, tuple) else value for key, value in asdict(plan).items()},
+        environment=record.environment(),
+        seed=plan.seed,
+        metrics={},
+        lineup=0,
+        chance=1.0,
+        originals=[
+            Original(i, victims.classes[int(victims.labels[i])], scoring.to_png(victims.pixels([i])[0]))
+            for i in range(len(victims))
+        ],
+        columns=columns,
+        floors=[],
+        attacks=[AttackInfo(n, to_text(a), to_spec(a), is_adaptive(a)) for n, a in subject.attacks.items()],
+        defenses=[DefenseInfo(n, to_text(d), to_spec(d), []) for n, d in subject.defenses.items()],
+        rows=[],
+    )
+
+
+def _continue(fresh: Report, before: Report) -> Report:
+    """Return the earlier report with its finished rows, if it was of the same audit."""
+    for key, value in fresh.settings.items():
+        if key not in SHARED and before.settings.get(key) != value:
+            raise ConfigError(f"the audit to resume had {key} = {before.settings.get(key)!r}, not {value!r}")
+    if [d.text for d in before.defenses] != [d.text for d in fresh.defenses]:
+        raise ConfigError("the audit to resume had other defenses: choose another folder")
+    rows = [row for row in before.rows if row.status in ("ok", "refused")]
+    return replace(before, rows=rows, settings=fresh.settings, environment=fresh.environment, cut=[], findings=[])

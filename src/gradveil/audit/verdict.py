@@ -1,0 +1,144 @@
+"""The rule that turns scores into "leaks", "holds" or "incomplete". It never gives a defense the benefit of a doubt.
+
+An attack *beats* blind guessing when at least one of these is true, each measured on the same pictures:
+
+1. mean lead: the mean SSIM lead over the best blind guess is above `MARGIN` and above `t` standard errors, where `t`
+   is the 97.5 % point of Student's distribution (a one-sided paired test at 2.5 %);
+2. one picture: any single picture leads by at least `CLEAR` (a mean must not hide the one that leaked);
+3. identification: more pictures are picked out of the line-up than chance explains (one-sided binomial, 2.5 %).
+
+A defense *leaks* if any attack beats blind guessing. It *holds* only if every attack ran, each beats blind guessing
+without the defense, and none does with it. Everything else is *incomplete*. Holding is a statement about these attacks
+on these pictures, not a proof.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from scipy import stats
+
+from .report import COLUMNS, Column, Judgement, Report, Row, Verdict
+
+MARGIN = 0.02  # telling a picture's mean colour gains less than 0.01 SSIM over mid-grey
+CLEAR = 0.25  # a 4x4 thumbnail leads mid-grey by about 0.17, an 8x8 thumbnail by about 0.41
+ERROR = 0.025
+BASELINE = "none"  # the name of the undefended control
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcome of comparing one row with the blind guess."""
+
+    beats: bool
+    why: str
+    mean: float
+    lead: float
+    best: float
+    detectable: float | None
+
+
+def best_floor(report: Report, column: Column) -> tuple[str, list[float]]:
+    """Return the blind guess with the highest mean SSIM, and its SSIM per picture."""
+    floors = [(f.guess, f.scores["ssim"]) for f in report.floors if f.column == column and "ssim" in f.scores]
+    return max(floors, key=lambda f: fmean(f[1])) if floors else ("none", [])
+
+
+def compare(ssim: list[float], floor: list[float], identified: list[bool], chance: float) -> Comparison:
+    """Say whether an attack beats blind guessing, and by which part of the rule.
+
+    >>> compare([0.9, 0.8, 0.7], [0.1, 0.1, 0.1], [True, True, True], chance=0.05).beats
+    True
+    >>> compare([0.11, 0.09, 0.10], [0.1, 0.1, 0.1], [False, False, False], chance=0.05).beats
+    False
+    """
+    # A reconstruction that is not a number shows nothing: it scores 0, the SSIM of unrelated pictures.
+    ssim = [value if math.isfinite(value) else 0.0 for value in ssim]
+    leads = [a - b for a, b in zip(ssim, floor, strict=True)]
+    mean, n = fmean(leads), len(leads)
+    detectable = None
+    why = []
+    if n > 1:
+        bar = float(stats.t.ppf(1 - ERROR, n - 1)) * stdev(leads) / math.sqrt(n)
+        detectable = max(bar, MARGIN)
+        if mean > detectable:
+            why.append(f"mean SSIM leads blind guessing by {mean:.2f}")
+    if max(leads) >= CLEAR:
+        why.append(f"one picture leads by {max(leads):.2f}")
+    hits = sum(identified)
+    if identified and stats.binomtest(hits, len(identified), chance, "greater").pvalue < ERROR:
+        why.append(f"{hits} of {len(identified)} pictures were picked out of the line-up")
+    return Comparison(bool(why), "; ".join(why), fmean(ssim), mean, max(ssim), detectable)
+
+
+def against_floor(report: Report, row: Row) -> Comparison | None:
+    """Return the comparison of a row with blind guessing; None if it holds no result."""
+    if row.status == "refused" and row.floor:  # nothing left the client: the attacker is left with a blind guess
+        return Comparison(False, "", fmean(row.floor), 0.0, max(row.floor), None)
+    ssim = row.scores.get("ssim", [])
+    if row.status != "ok" or not ssim or len(ssim) != len(row.floor):
+        return None
+    return compare(ssim, row.floor, row.identified, report.chance)
+
+
+def judge(report: Report) -> list[Judgement]:
+    """Return the verdict on every defense: overall first, then per column."""
+    out = []
+    for defense in report.defenses:
+        parts = [_judge_column(report, defense.name, column) for column in COLUMNS]
+        out += [_overall(defense.name, parts), *parts]
+    return out
+
+
+def _judge_column(report: Report, defense: str, column: Column) -> Judgement:
+    guess, floor = best_floor(report, column)
+    tests: dict[str, Comparison] = {}
+    beaten, missing = [], []
+    for attack in report.attacks:
+        row = report.find(column, defense, attack.name)
+        test = None if row is None else against_floor(report, row)
+        if test is None:
+            missing.append(f"{attack.name} has no result: {row.note if row and row.note else 'it did not run'}")
+            continue
+        tests[attack.name] = test
+        if test.beats:
+            beaten.append(f"{attack.name}: {test.why}")
+        control = report.find(column, BASELINE, attack.name)
+        proof = None if control is None else against_floor(report, control)
+        if proof is None or not proof.beats:
+            missing.append(f"{attack.name} is not shown to work here without a defense")
+    verdict: Verdict = "leaks" if beaten else "incomplete" if missing or not tests else "holds"
+    worst = max(tests, key=lambda name: tests[name].mean, default=None)
+    reasons = beaten if beaten else missing or [f"no attack beats blind guessing ({guess})"]
+    bars = [t.detectable for t in tests.values() if t.detectable is not None]
+    return Judgement(
+        defense=defense,
+        column=column,
+        verdict=verdict,
+        reasons=reasons,
+        worst_attack=worst,
+        worst=tests[worst].mean if worst else None,
+        worst_picture=max((t.best for t in tests.values()), default=None),
+        floor=fmean(floor) if floor else None,
+        detectable=max(bars, default=None),
+    )
+
+
+def _overall(defense: str, parts: list[Judgement]) -> Judgement:
+    verdicts = [part.verdict for part in parts]
+    verdict: Verdict = "leaks" if "leaks" in verdicts else "incomplete" if "incomplete" in verdicts else "holds"
+    reasons = [f"{part.column}: {reason}" for part in parts if part.verdict == verdict for reason in part.reasons]
+    # The headline is the worst lead of any attack in any column.
+    worst = max(parts, key=lambda p: -math.inf if p.worst is None else p.worst - (p.floor or 0.0))
+    pictures = [p.worst_picture for p in parts if p.worst_picture is not None]
+    return Judgement(
+        defense=defense,
+        column=None,
+        verdict=verdict,
+        reasons=reasons,
+        worst_attack=worst.worst_attack,
+        worst=worst.worst,
+        worst_picture=max(pictures, default=None),
+        floor=worst.floor,
+        detectable=worst.detectable,
+    )
