@@ -5,7 +5,9 @@ from collections.abc import Callable
 from ..core import Attack, Knowledge, ThreatModel
 from .analytic import LinearReadout
 from .blind import Blind
+from .imprint import Imprint
 from .lowrank import LowRankCompletion
+from .traps import TrapWeights
 
 
 def missing(attack: Attack, threat: ThreatModel) -> list[Knowledge]:
@@ -21,8 +23,20 @@ CLASSES: tuple[type[Attack], ...] = (
     Blind,
     LinearReadout,
     LowRankCompletion,
+    Imprint,
+    TrapWeights,
 )
-PRESETS: dict[str, Callable[..., Attack]] = {}
+PRESETS: dict[str, Callable[..., Attack]] = {"rob": Imprint}
 ATTACKS: dict[str, Callable[..., Attack]] = {**{c.key(): c for c in CLASSES}, **PRESETS}
 
-__all__ = ["ATTACKS", "CLASSES", "PRESETS", "Blind", "LinearReadout", "LowRankCompletion", "missing"]
+__all__ = [
+    "ATTACKS",
+    "CLASSES",
+    "PRESETS",
+    "Blind",
+    "Imprint",
+    "LinearReadout",
+    "LowRankCompletion",
+    "TrapWeights",
+    "missing",
+]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..core import Attack, Observation, Reconstruction
 from ..errors import NeedError
+from ..models.inspect import first_layer
 from .space import box
 
 FAINT = 1e-6  # a bias entry below this share of the largest is rounding, not signal
@@ -35,15 +36,13 @@ class LinearReadout(Attack):
 
 def first_linear(seen: Observation) -> tuple[str, nn.Linear]:
     """Return the name and module of the fully connected layer that sees the input itself."""
-    for name, module in seen.model.named_modules():
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if isinstance(module, nn.Linear) and module.in_features == math.prod(seen.input_shape):
-            if module.bias is None:
-                break
-            return name, module
-        break
-    raise NeedError("this attack needs a model whose first layer is nn.Linear with a bias, fed with the whole input")
+    name, layer = first_layer(seen.model, seen.input_shape)
+    whole = math.prod(seen.input_shape)
+    if not isinstance(layer, nn.Linear) or layer.bias is None or layer.in_features != whole:
+        raise NeedError(
+            "this attack needs a model whose first layer is nn.Linear with a bias that takes the whole input"
+        )
+    return name, layer
 
 
 def least_squares_row(weight: Tensor, bias: Tensor) -> Tensor:
