@@ -68,7 +68,7 @@ def test_ssim_agrees_with_scikit_image(noisy: Tensor, truth: Tensor, side: int):
         )
         for g, t in zip(guess, true, strict=True)
     ]
-    assert np.allclose(metrics.ssim(guess, true), expected, atol=2e-6)
+    assert np.allclose(metrics.ssim(guess, true), expected, atol=2e-5)
 
 
 def test_ssim_is_torchmetrics_own_inside_the_border(noisy: Tensor, truth: Tensor):
@@ -76,7 +76,7 @@ def test_ssim_is_torchmetrics_own_inside_the_border(noisy: Tensor, truth: Tensor
     from torchmetrics.functional.image import structural_similarity_index_measure as ssim
 
     _, every = ssim(noisy.double(), truth.double(), data_range=1.0, reduction="none", return_full_image=True)
-    assert torch.allclose(metrics.ssim(noisy, truth), every[..., 5:-5, 5:-5].mean(dim=(1, 2, 3)).float())
+    assert torch.allclose(metrics.ssim(noisy, truth), every[..., 5:-5, 5:-5].mean(dim=(1, 2, 3)).float(), atol=2e-5)
     for i in range(1, len(truth)):
         assert torch.isclose(metrics.psnr(noisy, truth)[i], psnr(noisy[i], truth[i], data_range=1.0))
 
@@ -89,7 +89,7 @@ def test_ssim_of_small_pictures_uses_a_window_that_fits(size: int, rng: torch.Ge
     assert window == size - (size + 1) % 2
     found = metrics.ssim(guess, true)
     assert torch.allclose(metrics.ssim(true, true), torch.ones(5))
-    assert torch.allclose(metrics.pairwise_ssim(guess, true).diag(), found, atol=2e-6)
+    assert torch.allclose(metrics.pairwise_ssim(guess, true).diag(), found, atol=2e-5)
     if window > 1:
         expected = [
             structural_similarity(
@@ -101,7 +101,7 @@ def test_ssim_of_small_pictures_uses_a_window_that_fits(size: int, rng: torch.Ge
             )
             for g, t in zip(guess[:, 0], true[:, 0], strict=True)
         ]
-        assert np.allclose(found, expected, atol=2e-6)
+        assert np.allclose(found, expected, atol=2e-5)
 
 
 def test_the_papers_ssim_agrees_with_scikit_images_old_default(noisy: Tensor, truth: Tensor):
@@ -109,7 +109,7 @@ def test_the_papers_ssim_agrees_with_scikit_images_old_default(noisy: Tensor, tr
         structural_similarity(t.double().numpy(), g.double().numpy(), channel_axis=0, data_range=2.0, win_size=7)
         for g, t in zip(noisy, truth, strict=True)
     ]
-    assert np.allclose(metrics.paper_ssim(noisy, truth), expected, atol=2e-6)
+    assert np.allclose(metrics.paper_ssim(noisy, truth), expected, atol=2e-5)
 
 
 def test_the_papers_ssim_flatters_a_grey_picture(truth: Tensor):
@@ -249,7 +249,7 @@ def test_pairwise_scores_equal_single_ones(noisy: Tensor, truth: Tensor, monkeyp
         every = getattr(metrics, f"pairwise_{name}")(noisy, truth[:7])
         for j in range(7):
             one = metrics.METRICS[name].fn(noisy, truth[j].expand_as(noisy))
-            assert torch.allclose(every[:, j], one, atol=2e-6)
+            assert torch.allclose(every[:, j], one, atol=2e-5)
 
 
 @given(st.permutations(range(12)), st.integers(0, 12))

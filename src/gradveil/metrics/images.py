@@ -1,5 +1,6 @@
 """Scores of pictures against pictures, one number per picture: MSE, PSNR, SSIM, and the paper's own SSIM."""
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -11,8 +12,7 @@ PAPER_WINDOW, PAPER_RANGE = 7, 2.0
 def mse(guess: Tensor, truth: Tensor) -> Tensor:
     """Return the mean squared error of each picture.
 
-    >>> from torch import full, zeros
-    >>> mse(zeros(1, 1, 2, 2), full((1, 1, 2, 2), 0.5))
+    >>> mse(torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.5))
     tensor([0.2500])
     """
     require_pictures(guess, truth)
@@ -43,9 +43,11 @@ def ssim(guess: Tensor, truth: Tensor) -> Tensor:
     require_pictures(guess, truth)
     height, width = guess.shape[-2:]
     window, sigma = ssim_window((height, width))
-    # In float64: a variance is a small difference of large numbers, and GPUs round float32 convolutions to TF32.
+    # A variance is a small difference of large numbers, and GPUs round float32 convolutions to TF32. CPUs do not, and
+    # are slow at float64 convolutions.
+    kind = torch.float64 if guess.is_cuda else torch.float32
     _, every = structural_similarity_index_measure(
-        guess.double(), truth.double(), sigma=sigma, data_range=1.0, reduction="none", return_full_image=True
+        guess.to(kind), truth.to(kind), sigma=sigma, data_range=1.0, reduction="none", return_full_image=True
     )
     edge = window // 2
     inside: Tensor = every[..., edge : height - edge, edge : width - edge]
