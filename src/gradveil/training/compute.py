@@ -47,9 +47,9 @@ class Compute:
         # Autocast would cast these weights once per user; here it happens once per round, with the same result.
         half = self.layout.rows(1, device, torch.bfloat16)[0] if job.settings.precision == "bf16" else None
         self._half = half
-        self._batches: list[Batch] = []
+        self._batches: list[Batch] = []  # what the graph reads
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._lanes = min(lanes, users)
+        self._lanes = [torch.cuda.Stream(device) for _ in range(min(lanes, users))] if device.type == "cuda" else []
         self.load_buffers([buffers] * users)
 
     def load_buffers(self, buffers: Sequence[Tensors]) -> None:
@@ -72,19 +72,16 @@ class Compute:
                 torch.default_generator.manual_seed(self._seed(str(user), round_))
                 self._one_user(user, batch)
             return
-        if self._graph is None:
-            self._capture(batches)
-        for fixed, batch in zip(self._batches, batches, strict=True):
-            fixed.inputs.copy_(batch.inputs)
-            fixed.labels.copy_(batch.labels)
+        graph = self._graph or self._capture(batches)
+        torch._foreach_copy_([b.inputs for b in self._batches], [b.inputs for b in batches])
+        torch._foreach_copy_([b.labels for b in self._batches], [b.labels for b in batches])
         torch.cuda.manual_seed(self._seed("all", round_))
-        assert self._graph is not None
-        self._graph.replay()
+        graph.replay()
 
     def _seed(self, who: str, round_: int) -> int:
         return derive_rng(self._job.settings.seed, who, round_, "layers").initial_seed()
 
-    def _capture(self, batches: Sequence[Batch]) -> None:
+    def _capture(self, batches: Sequence[Batch]) -> torch.cuda.CUDAGraph:
         self._batches = [Batch(b.inputs.clone(), b.labels.clone()) for b in batches]
         before = self.statistics.clone()
         side = torch.cuda.Stream()
@@ -93,21 +90,22 @@ class Compute:
             for _ in range(WARM_UPS):
                 self._all_users()
         torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
             self._all_users()
         self.statistics.copy_(before)
+        self._graph = graph
+        return graph
 
     def _all_users(self) -> None:
         self._refresh()
         main = torch.cuda.current_stream()
-        lanes = [torch.cuda.Stream() for _ in range(self._lanes)]
-        for lane in lanes:
+        for lane in self._lanes:
             lane.wait_stream(main)
         for user, batch in enumerate(self._batches):
-            with torch.cuda.stream(lanes[user % len(lanes)]):
+            with torch.cuda.stream(self._lanes[user % len(self._lanes)]):
                 self._one_user(user, batch)
-        for lane in lanes:
+        for lane in self._lanes:
             main.wait_stream(lane)
 
     def _refresh(self) -> None:
@@ -124,21 +122,24 @@ class Compute:
         auxiliary = getattr(self._net, "auxiliary_loss", None)
         whole = loss if auxiliary is None else loss + auxiliary()
         found = torch.autograd.grad(whole, list(leaves.values()), allow_unused=True)
-        targets = list(self.layout.views(self.rows.grads[user]).values())
-        used = [(t, g) for t, g in zip(targets, found, strict=True) if g is not None]
+        targets = self.layout.views(self.rows.grads[user]).values()
+        pairs = [(t, g) for t, g in zip(targets, found, strict=True) if g is not None]
         with torch.no_grad():
-            torch._foreach_copy_([t for t, _ in used], [g for _, g in used])
+            for dtype in {g.dtype for _, g in pairs}:  # one kernel needs one type
+                alike = [(t, g) for t, g in pairs if g.dtype == dtype]
+                torch._foreach_copy_([t for t, _ in alike], [g for _, g in alike])
 
     def _readable(self) -> Tensors:
         """Return the weights as the network reads them: in bf16 where autocast would cast them."""
         views = self.layout.views(self.weights)
         if self._half is not None:
-            matrices = {
-                f"{name}.weight".removeprefix(".")
-                for name, module in self._net.named_modules()
+            cast = {
+                f"{path}.{name}".removeprefix(".")
+                for path, module in self._net.named_modules()
                 if isinstance(module, nn.Linear | nn.modules.conv._ConvNd)
+                for name in ("weight", "bias")
             }
-            views |= {name: v for name, v in self.layout.views(self._half).items() if name in matrices}
+            views |= {name: view for name, view in self.layout.views(self._half).items() if name in cast}
         return views
 
 

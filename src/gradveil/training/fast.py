@@ -8,6 +8,7 @@ longer than training, so real bytes, norms and defense seconds are measured on s
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from .job import Job, evaluate, kernels, own_randomness
 from .probe import Probe
 from .rounds import Round
 
-CHUNK = 50  # rounds that are queued before the host looks at the losses
+CHUNK = {"cuda": 1000, "cpu": 10}  # rounds at most between two looks at the losses; a GPU must not be kept waiting
 
 
 def unsupported(job: Job) -> str | None:
@@ -60,6 +61,7 @@ class FastTrainer:
         sizes = torch.tensor(job.feed.sizes, device=job.device, dtype=torch.float32)
         self._shares = None if (sizes == sizes[0]).all() else (sizes / sizes.sum())[:, None]
         self._wire_every = job.settings.wire_every or job.rounds_per_epoch
+        self._encoder = ThreadPoolExecutor(1)
 
     def __iter__(self) -> Iterator[Round]:
         while self.round < self.job.rounds:
@@ -73,13 +75,16 @@ class FastTrainer:
         started = time.perf_counter()
         draws = self._draws(first, stop)
         losses = torch.zeros(stop - first, job.settings.users, device=job.device)
-        measured: dict[int, dict[str, Any]] = {}
+        measured: dict[int, Future[dict[str, Any]]] = {}
         with kernels(job.settings, job.device), own_randomness(job.settings.seed, job.device):
             for index in range(first, stop):
-                measured[index] = self._one_round(index, draws[index - first])
+                measuring = self._one_round(index, draws[index - first])
+                if measuring is not None:
+                    measured[index] = measuring
                 losses[index - first].copy_(self._compute.losses)
         self.round = stop
         mean_losses = losses.mean(1).tolist()  # waits for the GPU
+        bytes_and_norms = {index: measuring.result() for index, measuring in measured.items()}
         seconds = (time.perf_counter() - started) / (stop - first)
         require_finite_losses(losses, first)
         self._guard.require_finite()
@@ -93,7 +98,7 @@ class FastTrainer:
                 participants=job.settings.users,
                 accuracy=accuracy if index == stop - 1 else None,
                 seconds=seconds,
-                **measured[index],
+                **bytes_and_norms.get(index, {}),
             )
             for index in range(first, stop)
         ]
@@ -133,7 +138,7 @@ class FastTrainer:
 
     def _next_stop(self) -> int:
         every = self.job.settings.checkpoint_every or self.job.rounds
-        places = [self.job.rounds_per_epoch, every, CHUNK]
+        places = [self.job.rounds_per_epoch, every, CHUNK[self.job.device.type]]
         return min(self.job.rounds, *((self.round // place + 1) * place for place in places))
 
     def _draws(self, first: int, stop: int) -> Tensor:
@@ -141,8 +146,8 @@ class FastTrainer:
         parts = [feed.draw(user, first, rounds).view(rounds, size, 4) for user, size in enumerate(feed.sizes)]
         return torch.cat(parts, dim=1).to(self.job.device)
 
-    def _one_round(self, index: int, draw: Tensor) -> dict[str, Any]:
-        """Run one round; return what was measured, nothing on most rounds."""
+    def _one_round(self, index: int, draw: Tensor) -> "Future[dict[str, Any]] | None":
+        """Run one round; on a sample round return what is being measured."""
         job, compute = self.job, self._compute
         whole = job.feed.gather(draw)
         parts = zip(whole.inputs.split(job.feed.sizes), whole.labels.split(job.feed.sizes), strict=True)
@@ -151,7 +156,8 @@ class FastTrainer:
         probe = None if index % self._wire_every else self._probe(index)
         sent = self._guard.step(index, batches) if probe is None else probe.timed_step(index, batches)
         mean = sent.mean(0) if self._shares is None else (sent * self._shares).sum(0)
-        found = {} if probe is None else probe.measure(sent, mean)
+        # Encoding takes a CPU thread a second at most, while the GPU goes on.
+        found = None if probe is None else self._encoder.submit(probe.measure(sent, mean))
         if job.settings.weight_decay:
             mean.add_(compute.weights, alpha=job.settings.weight_decay)
         self._momentum.mul_(job.settings.momentum).add_(mean)

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -137,20 +138,21 @@ def own_randomness(seed: int, device: torch.device) -> Iterator[None]:
 @contextmanager
 def kernels(settings: Settings, device: torch.device) -> Iterator[None]:
     """Choose the arithmetic of the run for what runs inside, and put the global switches back afterwards."""
+    tf32, exact = settings.precision == "tf32", settings.deterministic
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    wanted: list[tuple[Any, str, bool]] = [(cudnn, "benchmark", not exact), (cudnn, "deterministic", exact)]
+    wanted += [(cudnn, "allow_tf32", tf32), (matmul, "allow_tf32", tf32)]
     if device.type != "cuda":
-        with autocast(settings, device):
-            yield
-        return
-    tf32 = settings.precision == "tf32"
-    before = torch.backends.cuda.matmul.allow_tf32
-    exact = settings.deterministic
+        wanted = []
+    before = [(where, name, getattr(where, name)) for where, name, _ in wanted]
     try:
-        torch.backends.cuda.matmul.allow_tf32 = tf32
-        cudnn = torch.backends.cudnn.flags(enabled=True, benchmark=not exact, deterministic=exact, allow_tf32=tf32)
-        with cudnn, autocast(settings, device):
+        for where, name, value in wanted:
+            setattr(where, name, value)
+        with torch.cuda.device(device) if wanted else nullcontext(), autocast(settings, device):
             yield
     finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+        for where, name, value in before:
+            setattr(where, name, value)
 
 
 def autocast(settings: Settings, device: torch.device) -> "torch.autocast | nullcontext[None]":

@@ -1,7 +1,7 @@
 """Measurements of the fast engine on a sample round: one user's bytes, norms and seconds."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import wire
 from ..core import Batch, Payload, Tensors
 from .compute import Compute
+from .flat import Layout
 from .guards import Guard
 from .traffic import Traffic, entries_sent, paper_bytes
 
@@ -34,39 +35,36 @@ class Probe:
         self._seconds = self._now() - started
         return sent
 
-    def measure(self, sent: Tensor, mean: Tensor) -> dict[str, Any]:
-        """Return the fields of a `Round` that this user's upload and the common download settle."""
-        layout, row = self._compute.layout, sent[self._user]
+    def measure(self, sent: Tensor, mean: Tensor) -> Callable[[], dict[str, Any]]:
+        """Copy what is needed to the CPU; return what works out the fields of a `Round` from it, in any thread."""
+        compute, row = self._compute, sent[self._user]
         mask = None if self._guard.mask is None else {name: m.cpu() for name, m in self._guard.mask.items()}
-        upload = _on_cpu(layout.views(row))
-        started = time.perf_counter()
-        payload = Payload(wire.encode(upload, within=mask), num_examples=len(sent))
-        encoding = time.perf_counter() - started
-        buffers = self._compute.buffer_layout.views(self._compute.statistics[self._user])
-        traffic = Traffic(
-            payloads=[payload],
-            mean=_on_cpu(layout.views(mean)),
-            mask=mask,
-            statistics=_on_cpu(buffers) if self._sends_statistics else {},
-            model={},
-            participants=self._users,
-        )
-        up, down = traffic.per_user()
+        norms, seconds, total = self._norms(row), self._seconds / self._users, compute.layout.total
         nonzero = int(torch.count_nonzero(row))
-        room = None if mask is None else sum(int(m.sum()) for m in mask.values())
-        counted = entries_sent(self._raw_nonzero, nonzero, layout.total)
-        paper_up, paper_down = paper_bytes(counted, layout.total, room)
-        return {
-            "bytes_up": up,
-            "bytes_down": down,
-            "paper_up": paper_up,
-            "paper_down": paper_down,
-            "users_measured": 1,
-            "density": nonzero / layout.total,
-            "defense_seconds": self._seconds / self._users,
-            "encode_seconds": encoding,
-            **self._norms(row),
-        }
+        counted = entries_sent(self._raw_nonzero, nonzero, total)
+        upload, download = _tensors(compute.layout, row), _tensors(compute.layout, mean)
+        buffers = _tensors(compute.buffer_layout, compute.statistics[self._user]) if self._sends_statistics else {}
+
+        def finish() -> dict[str, Any]:
+            started = time.perf_counter()
+            payload = Payload(wire.encode(upload, within=mask), num_examples=1)
+            encoding = time.perf_counter() - started
+            up, down = Traffic([payload], download, mask, buffers, {}, participants=self._users).per_user()
+            room = None if mask is None else sum(int(m.sum()) for m in mask.values())
+            paper_up, paper_down = paper_bytes(counted, total, room)
+            return {
+                "bytes_up": up,
+                "bytes_down": down,
+                "paper_up": paper_up,
+                "paper_down": paper_down,
+                "users_measured": 1,
+                "density": nonzero / total,
+                "defense_seconds": seconds,
+                "encode_seconds": encoding,
+                **norms,
+            }
+
+        return finish
 
     def _norms(self, row: Tensor) -> dict[str, float]:
         held = self._guard.residual(self._user)
@@ -85,5 +83,5 @@ class Probe:
         return time.perf_counter()
 
 
-def _on_cpu(tensors: Tensors) -> Tensors:
-    return {name: t.to("cpu", memory_format=torch.contiguous_format) for name, t in tensors.items()}
+def _tensors(layout: Layout, row: Tensor) -> Tensors:
+    return {name: view.contiguous() for name, view in layout.views(row.to("cpu", copy=True)).items()}
