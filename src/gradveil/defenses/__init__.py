@@ -7,6 +7,7 @@ from .aligned import AlignedDualPrune
 from .ats import ATS
 from .combine import Chain, ErrorFeedback, Identity
 from .dp import ClipNoise, DPNoise, epsilon
+from .hardened import Hardened
 from .noise import GaussianNoise
 from .outpost import Outpost
 from .precode import PRECODE
@@ -48,6 +49,7 @@ CLASSES: tuple[type[Defense], ...] = (
     RandomK,
     AlignedDualPrune,
     GaussianNoise,
+    Hardened,
     DPNoise,
     ClipNoise,
     Soteria,
@@ -84,6 +86,7 @@ __all__ = [
     "DualPrune",
     "ErrorFeedback",
     "GaussianNoise",
+    "Hardened",
     "Identity",
     "Outpost",
     "RandomK",

@@ -1,8 +1,8 @@
-"""Exact selection on a GPU: a radix search over all tensors at once, in nine launches whatever their number.
+"""Exact selection on a GPU: a radix search over all tensors at once, in eleven launches whatever their number.
 
-The 31 bits of a magnitude are settled in three passes of 11, 10 and 10 bits. Each pass counts, per tensor, how many
-entries fall into each bin; a tiny kernel then finds the bins in which the band begins and ends. The last pass writes
-the result; where a tie is cut in two, it counts equal magnitudes in index order, as the plain rule asks.
+The bits of a magnitude are settled in four passes of 8. Each pass counts, per tensor, how many entries have each
+digit; a tiny kernel then finds the digits at which the band begins and ends. The last pass writes the result; where a
+tie is cut in two, it counts equal magnitudes in index order, as the plain rule asks.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ AVAILABLE = importlib.util.find_spec("triton") is not None  # torch builds witho
 Bands = Sequence[tuple[int, int]]
 CHUNK = 16384  # entries of one program
 BLOCK = 2048  # entries in flight
-HIGH_BINS = 2048
-LOW_BINS = 1024
+BINS = 256
+SHIFTS = (24, 16, 8, 0)
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,15 @@ class Selector:
         self._pointers = torch.tensor([[t.data_ptr() for t in row] for row in rows], device=device)
         self._segments = s = len(values)
         programs = len(self._plan.chunks)
-        # One buffer, cleared by one launch: high counts, two sets of low counts, ties.
-        lengths = [s * HIGH_BINS, 2 * s * LOW_BINS, 2 * s * LOW_BINS, 2 * programs]
+        # One buffer, cleared by one launch: the counts of each pass, then the ties.
+        lengths = [2 * s * BINS] * len(SHIFTS) + [2 * programs]
         self._scratch = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-        self._high, self._middle, self._low, self._ties = torch.split(self._scratch, lengths)
+        *self._counts, self._ties = torch.split(self._scratch, lengths)
         self._prefixes, self._wanted, self._equal = torch.zeros(3, 2 * s, dtype=torch.int32, device=device)
         self.finite = torch.ones((), dtype=torch.int32, device=device)
 
     def run(self) -> None:
-        """Launch the nine kernels."""
+        """Launch the kernels."""
         from . import kernels
 
         plan, s = self._plan, self._segments
@@ -94,11 +94,10 @@ class Selector:
         fixed: dict[str, Any] = {"FEEDBACK": self._feedback, "CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": 8}
         found = (self._prefixes, self._wanted, self._equal)
         self._scratch.zero_()
-        kernels.count_high[programs](*where, self._high, BINS=HIGH_BINS, **fixed)
-        kernels.pick[(s, 2)](self._high, plan.ranks, *found, self.finite, FIRST=True, BINS=HIGH_BINS)
-        for counts, shift in ((self._middle, 10), (self._low, 0)):
-            kernels.count_low[programs](*where, self._prefixes, counts, SHIFT=shift, BINS=LOW_BINS, **fixed)
-            kernels.pick[(s, 2)](counts, plan.ranks, *found, self.finite, FIRST=False, BINS=LOW_BINS)
+        for counts, shift in zip(self._counts, SHIFTS, strict=True):
+            first = shift == SHIFTS[0]
+            kernels.count[programs](*where, self._prefixes, counts, SHIFT=shift, FIRST=first, BINS=BINS, **fixed)
+            kernels.pick[(s, 2)](counts, plan.ranks, *found, self.finite, FIRST=first, BINS=BINS)
         kernels.count_ties[programs](*where, *found, self._ties, **fixed)
         kernels.write[programs](*where, *found, self._ties, plan.first_chunk, **fixed)
 

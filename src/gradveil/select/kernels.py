@@ -21,68 +21,12 @@ def _locate(chunks, sizes, pointers, segments):
 
 @triton.jit
 def _key(values):
-    return values.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    """Return integers that order as the magnitudes do: the bits of a float without its sign."""
+    return values.to(tl.uint32, bitcast=True) << 1
 
 
 @triton.jit
-def count_high(
-    chunks,
-    sizes,
-    pointers,
-    segments,
-    counts,
-    FEEDBACK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Add the residual, if any, and count the upper 11 bits of every magnitude."""
-    segment, start, n, value, residual, _, held = _locate(chunks, sizes, pointers, segments)
-    found = tl.zeros([BINS], tl.int32)
-    for j in range(0, CHUNK, BLOCK):
-        if start + j < n:
-            i = start + j + tl.arange(0, BLOCK)
-            inside = i < n
-            v = tl.load(value + i, mask=inside, other=0.0)
-            if FEEDBACK:
-                v += tl.load(residual + i, mask=inside, other=0.0)
-                tl.store(held + i, v, mask=inside)
-            found += tl.histogram(_key(v) >> 20, BINS)
-    # What the last block reads past the end counts as zeros; take it off again.
-    span = tl.minimum(tl.cdiv(n - start, BLOCK) * BLOCK, CHUNK)
-    excess = tl.maximum(span - (n - start), 0).to(tl.int32)
-    bins = tl.arange(0, BINS)
-    found -= tl.where(bins == 0, excess, 0)
-    tl.atomic_add(counts + segment * BINS + bins, found, mask=found > 0)
-
-
-@triton.jit
-def pick(counts, ranks, prefixes, wanted, equal, finite, FIRST: tl.constexpr, BINS: tl.constexpr):
-    """Find the bin of one boundary of one segment: program (segment, top or end)."""
-    segment = tl.program_id(0)
-    which = tl.program_id(1)
-    slot = 2 * segment + which
-    bins = tl.arange(0, BINS)
-    if FIRST:
-        count = tl.load(counts + segment * BINS + bins)
-        rank = tl.load(ranks + slot)
-        if tl.sum(tl.where(bins >= 2040, count, 0)) > 0:  # exponent bits of infinity and NaN
-            tl.store(finite, 0)
-    else:
-        count = tl.load(counts + slot * BINS + bins)
-        rank = tl.load(wanted + slot)
-    from_here_up = tl.cumsum(count, axis=0, reverse=True)
-    found = tl.sum((from_here_up >= rank).to(tl.int32)) - 1
-    here = bins == found
-    above = tl.sum(tl.where(here, from_here_up - count, 0))
-    prefix = found if FIRST else (tl.load(prefixes + slot) * BINS + found)
-    tl.store(prefixes + slot, prefix)
-    tl.store(wanted + slot, rank - above)
-    tl.store(equal + slot, tl.sum(tl.where(here, count, 0)))
-
-
-@triton.jit
-def count_low(
+def count(
     chunks,
     sizes,
     pointers,
@@ -90,33 +34,78 @@ def count_low(
     prefixes,
     counts,
     SHIFT: tl.constexpr,
+    FIRST: tl.constexpr,
     FEEDBACK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Count the next 10 bits of the magnitudes that share a boundary\'s leading bits."""
-    segment, start, n, value, _, _, held = _locate(chunks, sizes, pointers, segments)
-    source = held if FEEDBACK else value
+    """Count one digit of the magnitudes that share a boundary's leading digits; the first pass adds the residual."""
+    segment, start, n, value, residual, _, held = _locate(chunks, sizes, pointers, segments)
+    source = held if FEEDBACK and not FIRST else value
     bins = tl.arange(0, BINS)
+    found_top = tl.zeros([BINS], tl.int32)
+    found_end = tl.zeros([BINS], tl.int32)
+    top = tl.load(prefixes + 2 * segment).to(tl.uint32, bitcast=True)
+    end = tl.load(prefixes + 2 * segment + 1).to(tl.uint32, bitcast=True)
     for j in range(0, CHUNK, BLOCK):
         if start + j < n:
             i = start + j + tl.arange(0, BLOCK)
             inside = i < n
-            key = _key(tl.load(source + i, mask=inside, other=0.0))
-            digit = (key >> SHIFT) % BINS
-            for which in tl.static_range(2):
-                slot = 2 * segment + which
-                match = inside & ((key >> SHIFT) // BINS == tl.load(prefixes + slot))
-                target = counts + slot * BINS
-                hits = tl.sum(match.to(tl.int32))
-                if hits > BLOCK // 8:
-                    # Many hits mean many ties: counting in the block first spares the same few addresses.
-                    found = tl.histogram(tl.where(match, digit, 0), BINS)
-                    found -= tl.where(bins == 0, BLOCK - hits, 0)
-                    tl.atomic_add(target + bins, found, mask=found > 0)
-                elif hits > 0:
-                    tl.atomic_add(target + digit, match.to(tl.int32), mask=match)
+            v = tl.load(source + i, mask=inside, other=0.0)
+            if FIRST and FEEDBACK:
+                v += tl.load(residual + i, mask=inside, other=0.0)
+                tl.store(held + i, v, mask=inside)
+            digits = _key(v) >> SHIFT
+            if FIRST:
+                # What the last block reads past the end falls into bin 0 as zeros; take it off again.
+                found_top += tl.histogram(digits.to(tl.int32), BINS)
+                found_top -= tl.where(bins == 0, BLOCK - tl.sum(inside.to(tl.int32)), 0)
+            else:
+                found_top = _tally(found_top, counts + 2 * segment * BINS, digits, inside, top, bins, BLOCK, BINS)
+                found_end = _tally(found_end, counts + (2 * segment + 1) * BINS, digits, inside, end, bins, BLOCK, BINS)
+    # In the first pass both boundaries share one table.
+    tl.atomic_add(counts + 2 * segment * BINS + bins, found_top, mask=found_top > 0)
+    if not FIRST:
+        tl.atomic_add(counts + (2 * segment + 1) * BINS + bins, found_end, mask=found_end > 0)
+
+
+@triton.jit
+def _tally(found, table, digits, inside, prefix, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Count the last digit of the entries that begin with `prefix`: few of them one by one, many by a histogram."""
+    match = inside & (digits // BINS == prefix)
+    hits = tl.sum(match.to(tl.int32))
+    digit = (digits % BINS).to(tl.int32)
+    if hits > BLOCK // 64:
+        found += tl.histogram(tl.where(match, digit, 0), BINS) - tl.where(bins == 0, BLOCK - hits, 0)
+    elif hits > 0:
+        tl.atomic_add(table + digit, match.to(tl.int32), mask=match)
+    return found
+
+
+@triton.jit
+def pick(counts, ranks, prefixes, wanted, equal, finite, FIRST: tl.constexpr, BINS: tl.constexpr):
+    """Find the digit in which one boundary of one segment lies: program (segment, top or end)."""
+    segment = tl.program_id(0)
+    which = tl.program_id(1)
+    slot = 2 * segment + which
+    bins = tl.arange(0, BINS)
+    if FIRST:
+        count = tl.load(counts + 2 * segment * BINS + bins)
+        rank = tl.load(ranks + slot)
+        if tl.sum(tl.where(bins == BINS - 1, count, 0)) > 0:  # the exponent of infinity and NaN
+            tl.store(finite, 0)
+        prefix = 0
+    else:
+        count = tl.load(counts + slot * BINS + bins)
+        rank = tl.load(wanted + slot)
+        prefix = tl.load(prefixes + slot)
+    from_here_up = tl.cumsum(count, axis=0, reverse=True)
+    found = tl.sum((from_here_up >= rank).to(tl.int32)) - 1
+    here = bins == found
+    tl.store(prefixes + slot, prefix * BINS + found)
+    tl.store(wanted + slot, rank - tl.sum(tl.where(here, from_here_up - count, 0)))
+    tl.store(equal + slot, tl.sum(tl.where(here, count, 0)))
 
 
 @triton.jit
@@ -140,7 +129,7 @@ def count_ties(
         slot = 2 * segment + which
         need = tl.load(wanted + slot)
         if (need > 0) & (need < tl.load(equal + slot)):
-            boundary = tl.load(keys + slot)
+            boundary = tl.load(keys + slot).to(tl.uint32, bitcast=True)
             total = 0
             for j in range(0, CHUNK, BLOCK):
                 i = start + j + tl.arange(0, BLOCK)
@@ -190,8 +179,9 @@ def write(
     segment, start, n, value, _, sent, held = _locate(chunks, sizes, pointers, segments)
     source = held if FEEDBACK else value
     first = tl.load(first_chunk + segment)
-    top_key, top_need = tl.load(keys + 2 * segment), tl.load(wanted + 2 * segment)
-    end_key, end_need = tl.load(keys + 2 * segment + 1), tl.load(wanted + 2 * segment + 1)
+    top_key = tl.load(keys + 2 * segment).to(tl.uint32, bitcast=True)
+    end_key = tl.load(keys + 2 * segment + 1).to(tl.uint32, bitcast=True)
+    top_need, end_need = tl.load(wanted + 2 * segment), tl.load(wanted + 2 * segment + 1)
     top_cut = (top_need > 0) & (top_need < tl.load(equal + 2 * segment))
     end_cut = (end_need > 0) & (end_need < tl.load(equal + 2 * segment + 1))
     top_seen = 0
@@ -205,7 +195,7 @@ def write(
             i = start + j + tl.arange(0, BLOCK)
             inside = i < n
             v = tl.load(source + i, mask=inside, other=0.0)
-            key = tl.where(inside, _key(v), -1)
+            key = _key(v)
             over_top, top_seen = _above(key, top_key, top_need, top_cut, top_seen)
             over_end, end_seen = _above(key, end_key, end_need, end_cut, end_seen)
             keep = over_end & (over_top == 0)
