@@ -280,6 +280,9 @@ def test_ranks_count_who_is_nearer():
     assert ranks["mse"].tolist() == [1.0, 4.0, 2.0]  # a tie with two others counts half each
     copies = metrics.identification_rank(guess[:1] + 0.4, torch.tensor([1]), gallery, metrics=("mse",))
     assert copies["best"].tolist() == [1.0]  # a copy of the truth is not held against it
+    gallery[3] += 1e-4  # nor is one that went through rounding, though it is nearer
+    nearer = metrics.identification_rank(gallery[3:], torch.tensor([1]), gallery, metrics=("mse",))
+    assert nearer["best"].tolist() == [1.0]
 
 
 def test_a_noisy_picture_is_found_in_a_line_up(truth: Tensor, rng: torch.Generator):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .pairing import GREY
-from .pairwise import pairwise_mse
+from .pairwise import same_picture
 from .scorecard import score
 
 
@@ -15,7 +15,7 @@ def floor_guesses(truth: Tensor, public: Tensor, rng: torch.Generator, count: in
     from more. Public pictures that equal a truth are never drawn.
     """
     others = public.to(truth)
-    others = others[(pairwise_mse(others, truth) > 0).all(dim=1)]
+    others = others[~same_picture(others, truth).any(dim=1)]
     if not len(others):
         raise ValueError("public must hold a picture that is not among the truths")
     n = len(truth)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .pairwise import pairwise_lpips, pairwise_mse, pairwise_ssim
+from .pairwise import pairwise_lpips, pairwise_mse, pairwise_ssim, same_picture
 from .perceptual import MIN_SIDE, lpips_available
 
 DISTANCES = {"mse": pairwise_mse, "ssim": lambda a, b: -pairwise_ssim(a, b), "lpips": pairwise_lpips}
@@ -26,8 +26,9 @@ def identification_rank(
     """
     if metrics is None:
         metrics = ("mse", "ssim", "lpips") if lpips_possible(gallery) else ("mse", "ssim")
-    copies = pairwise_mse(gallery[truth_index], gallery) == 0
-    ranks = {name: _rank(DISTANCES[name](guess, gallery), truth_index, copies) for name in metrics}
+    own = truth_index.to(gallery.device)
+    copies = same_picture(gallery[own], gallery)
+    ranks = {name: _rank(DISTANCES[name](guess, gallery), own, copies) for name in metrics}
     return {**ranks, "best": torch.stack(list(ranks.values())).amin(dim=0)}
 
 
@@ -36,8 +37,8 @@ def lpips_possible(pictures: Tensor) -> bool:
     return min(pictures.shape[-2:]) >= MIN_SIDE and pictures.shape[1] in (1, 3) and lpips_available()
 
 
-def _rank(distance: Tensor, truth_index: Tensor, copies: Tensor) -> Tensor:
-    own = distance.gather(1, truth_index[:, None])
-    closer = ((distance < own) & ~copies).sum(dim=1)
-    level = ((distance == own) & ~copies).sum(dim=1)
+def _rank(distance: Tensor, own: Tensor, copies: Tensor) -> Tensor:
+    true = distance.gather(1, own[:, None])
+    closer = ((distance < true) & ~copies).sum(dim=1)
+    level = ((distance == true) & ~copies).sum(dim=1)
     return 1 + closer + level / 2

@@ -10,12 +10,18 @@ from torch import Tensor
 from .images import similarity, ssim_window
 from .perceptual import CHUNK, embed, lpips_weights
 
+SAME = (0.5 / 255) ** 2  # mean squared error below which two pictures are one, but for rounding to bytes
 VALUES = 2**22  # numbers in the largest tensor held at once
 
 
 def pairwise_mse(a: Tensor, b: Tensor) -> Tensor:
     """Return the mean squared error of each `a[i]` against each `b[j]` as `[len(a), len(b)]`."""
     return _squared_distances(a.flatten(1), b.flatten(1)) / a[0].numel()
+
+
+def same_picture(a: Tensor, b: Tensor) -> Tensor:
+    """Say of each `a[i]` and each `b[j]` whether they are copies of one picture, as bool `[len(a), len(b)]`."""
+    return pairwise_mse(a, b) < SAME
 
 
 def pairwise_ssim(a: Tensor, b: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from .. import check, spec
 from ..errors import ConfigError
 from .deep import resnet18, vgg11
-from .inspect import _dry_run, first_layer, has_batchnorm, last_linear, layers
+from .inspect import dry_run, first_layer, has_batchnorm, last_linear, layers
 from .small import cnn6, lenet, mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -61,7 +61,7 @@ def _imported(path: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.M
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {path} gave {type(model).__name__}, expected an nn.Module")
     try:
-        found = tuple(_dry_run(model, input_shape).shape)
+        found = tuple(dry_run(model, input_shape).shape)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"model {path} cannot take inputs of shape {input_shape}: {error}") from error
     if found != (2, num_classes):

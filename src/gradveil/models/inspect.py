@@ -23,7 +23,7 @@ def layers(model: nn.Module, input_shape: tuple[int, ...] | None = None) -> list
         for name, module in owners
     ]
     try:
-        _dry_run(model, input_shape)
+        dry_run(model, input_shape)
     finally:
         for hook in hooks:
             hook.remove()
@@ -55,7 +55,7 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
 
 
-def _dry_run(model: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
+def dry_run(model: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
     """Run the model on two black pictures and leave no trace."""
     first = next(model.parameters(), torch.zeros(0))
     zeros = torch.zeros(2, *input_shape, dtype=first.dtype, device=first.device)
