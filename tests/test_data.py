@@ -256,7 +256,9 @@ def test_odd_picture_modes_are_read(tmp_path: Path):
 
 
 def test_bad_folders_and_pictures_are_named(tmp_path: Path):
-    with pytest.raises(ConfigError, match="nowhere is neither a known dataset nor a folder"):
+    with pytest.raises(
+        ConfigError, match="nowhere is neither a folder of pictures nor one of cifar10, cifar100, digits, photos"
+    ):
         data.load(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="empty holds no picture"):

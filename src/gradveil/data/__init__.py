@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import check
+from ..errors import ConfigError
 from .augment import random_crop_flip
 from .bundled import load_digits, load_photos
 from .cifar import LAYOUTS, load_cifar
@@ -53,8 +54,10 @@ def load(
         found = load_digits(split)
     elif name == "photos":
         found = load_photos(split, size or 32)
+    elif Path(name).expanduser().is_dir():
+        found = load_folder(name, split, size or 32)
     else:
-        found = load_folder(name_or_path, split, size or 32)
+        raise ConfigError(f"{name} is neither a folder of pictures nor one of {', '.join(NAMES)}")
     return _reshape(found, size or found.input_shape[1], grey)
 
 

@@ -46,8 +46,8 @@ def load_photos(split: str, size: int = 32) -> Dataset:
 
     A photo is cut into square cells, three rows of them; every third cell along the diagonals is kept for testing. Of
     each cell come the whole and nine half-size crops (left out where smaller than `size`), scaled to `size`; crops
-    without contrast are dropped. Whole
-    cells come first and photos take turns, so the first pictures are all of different classes.
+    without contrast are dropped. Whole cells come first and photos take turns, so the first pictures are all of
+    different classes.
 
     Guarantees: the same pictures in the same order on every call; train and test share no pixel.
     """
