@@ -49,10 +49,11 @@ def decode(
     and the devices to put the tensors on; without it the payload may declare `max_entries` in all. Does not guarantee
     who sent the bytes: the checksum finds accidents, not forgeries.
     """
-    frame = read_frame(body)
     if like is None:
+        frame = read_frame(body)
         _check_total(frame, max_entries)
     else:
+        frame = read_frame(body, max_tensors=len(like))
         _check_like(frame, like)
     masks = _masks_for(frame, within)
     out: Grads = {}
@@ -102,7 +103,10 @@ def _scan(bits: Patterns, kind: Kind) -> tuple[Bytes, Patterns]:
 def _decode_tensor(entry: Entry, where: Bytes, what: Bytes, mask: Mask | None) -> Patterns:
     n = entry.numel if mask is None else int(np.count_nonzero(mask))
     count, kind, mode = entry.sent, entry.kind, entry.positions
-    places, values = Reader(where, f"the positions of {entry.name!r}"), Reader(what, f"the values of {entry.name!r}")
+    places, values = (
+        Reader(where, f"the position section of {entry.name!r}"),
+        Reader(what, f"the value section of {entry.name!r}"),
+    )
     if count > n or (mode is Positions.ALL and count != n):
         places.refuse(f"declares {count} entries sent of {n}")
     if mode is Positions.NONE:
