@@ -11,12 +11,13 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradveil import Veil, models, observe, unseal
+from gradveil import Veil, models, observe, select, unseal
 from gradveil.core import Batch, Step, ThreatModel
 from gradveil.defenses import (
     ATS,
     PRECODE,
     PRESETS,
+    AlignedDualPrune,
     Chain,
     ClipNoise,
     DPNoise,
@@ -412,6 +413,50 @@ class TestNoise:
         for kind in (DPNoise, ClipNoise):
             with pytest.raises(ValueError, match=next(iter(bad))):
                 kind(**bad)
+
+
+class TestADGP:
+    @staticmethod
+    def plain(defense: AlignedDualPrune, g: Tensor, mask: Tensor) -> Tensor:
+        """The rule by sorting: the largest inside the mask that are not among the client's own top."""
+        n = g.numel()
+        order = torch.argsort(-g.abs().flatten(), stable=True)
+        own_top = set(order[: math.floor(n * defense.top + 1e-9)].tolist())
+        allowed = [i for i in order.tolist() if bool(mask.flatten()[i]) and i not in own_top]
+        keep = allowed[: select.band(n, 0.0, 1 - defense.keep)[1]]
+        out = torch.zeros(n)
+        out[keep] = g.flatten()[keep]
+        return out.view(g.shape)
+
+    @pytest.mark.parametrize("ties", [False, True])
+    def test_it_equals_the_rule_by_sorting(self, ties: bool) -> None:
+        rng, defense = torch.Generator().manual_seed(0), AlignedDualPrune()
+        grads = [{"w": torch.randn(20, 15, generator=rng), "b": torch.randn(10, generator=rng)} for _ in range(2)]
+        if ties:
+            grads = [{name: (g * 2).round() for name, g in one.items()} for one in grads]
+        mask = defense.propose(grads[0], {}, step())
+        for name, g in grads[0].items():
+            assert torch.equal(mask[name], select.band_mask(g, 0, defense.mask_count(g.numel())))
+        for one in grads:
+            sent, _ = defense.apply(one, {}, step(mask=mask))
+            for name, g in one.items():
+                assert torch.equal(sent[name], self.plain(defense, g, mask[name]))
+
+    def test_messages_lie_in_the_mask_with_the_published_densities(self, lenet: nn.Module) -> None:
+        users = [gradient(lenet, cross_entropy, pictures(2, seed)) for seed in range(4)]
+        defense, total = AlignedDualPrune(), 15826
+        mask = defense.propose(users[0], {}, step())
+        union = {name: torch.zeros_like(m) for name, m in mask.items()}
+        for grads in users:
+            sent, _ = defense.apply(grads, {}, step(mask=mask))
+            assert sum(int(g.count_nonzero()) for g in sent.values()) / total == pytest.approx(0.2, abs=0.005)
+            union = {name: union[name] | (g != 0) for name, g in sent.items()}
+        assert all(bool((mask[name] | ~u).all()) for name, u in union.items())
+        assert sum(int(m.sum()) for m in mask.values()) / total == pytest.approx(0.4, abs=0.001)
+
+    def test_a_proposal_of_zeros_still_has_its_count(self) -> None:
+        mask = AlignedDualPrune().propose({"w": torch.zeros(10), "v": torch.eye(3)}, {}, step())
+        assert [int(m.sum()) for m in mask.values()] == [4, 4]
 
 
 def test_soteria_hides_nothing_from_an_attacker_who_skips_that_tensor(lenet: nn.Module) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from .. import check, select
 from ..core import Defense, Grads, Masks, Need, State, Step
@@ -37,12 +36,25 @@ class AlignedDualPrune(Defense):
         return select.band(n, 0.0, 1.0 - 2 * self.keep)[1]
 
     def propose(self, grads: Grads, state: State, step: Step) -> Masks:
-        return {name: select.band_mask(g, 0, self.mask_count(g.numel())) for name, g in grads.items()}
+        counts = [self.mask_count(g.numel()) for g in grads.values()]
+        largest = select.prune(list(grads.values()), [(0, count) for count in counts])
+        masks = {}
+        for (name, g), kept, count in zip(grads.items(), largest, counts, strict=True):
+            mask = kept != 0
+            # Zeros among the largest cannot be told from what was removed: only the plain rule places them.
+            masks[name] = mask if int(mask.sum()) == count else select.band_mask(g, 0, count)
+        return masks
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         mask = step.require_mask(self.key())
         self.validate(mask, grads)
-        return {name: self._prune(g, mask[name]) for name, g in grads.items()}, state
+        sizes = [g.numel() for g in grads.values()]
+        tops = [min(select.band(n, self.top, 0.0)[0], max(n - 1, 0)) for n in sizes]
+        without_top = select.prune(list(grads.values()), [(top, n - top) for top, n in zip(tops, sizes, strict=True)])
+        # What is not allowed becomes zero, so it adds nothing where it fills a band that is short of entries.
+        allowed = [torch.where(mask[n], g, torch.zeros_like(g)) for n, g in zip(grads, without_top, strict=True)]
+        sent = select.prune(allowed, [(0, select.band(n, 0.0, 1.0 - self.keep)[1]) for n in sizes])
+        return dict(zip(grads, sent, strict=True)), state
 
     def validate(self, mask: Masks, params: Grads) -> None:
         """Raise `NeedError` unless `mask` could have come from an honest `propose` on these parameters."""
@@ -58,11 +70,3 @@ class AlignedDualPrune(Defense):
                     f"the common mask of {name} has {int(m.sum())} positions instead of "
                     f"{self.mask_count(g.numel())}: the round is refused"
                 )
-
-    def _prune(self, g: Tensor, mask: Tensor) -> Tensor:
-        top_count = min(select.band(g.numel(), self.top, 0.0)[0], max(g.numel() - 1, 0))
-        _, kept = select.band(g.numel(), 0.0, 1.0 - self.keep)
-        allowed = mask & ~select.band_mask(g, 0, top_count)
-        # Entries outside the allowed set count as zeros; they never fill a short band because they are masked again.
-        inside = select.band_mask(torch.where(allowed, g, torch.zeros_like(g)), 0, kept)
-        return torch.where(inside & allowed, g, torch.zeros_like(g))

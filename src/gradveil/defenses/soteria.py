@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.functional import one_hot
 
 from .. import check, select
 from ..core import Batch, Defense, Grads, Need, State, Step
@@ -12,7 +13,8 @@ from ..errors import NeedError
 from ..models.inspect import last_linear
 
 _EPSILON = 1e-6  # keeps a feature that is exactly zero from making the score NaN, which would switch the defense off
-_ROWS = 1024  # pictures pushed backwards at once: enough to fill a GPU, little enough for any memory
+_ROWS = {"cuda": 2048}  # pictures pushed backwards at once: enough to fill a GPU ...
+_CPU_ROWS = 128  # ... and few enough for the caches of a CPU
 
 
 @dataclass(frozen=True)
@@ -63,11 +65,10 @@ def feature_scores(model: nn.Module, classifier: nn.Module, batch: Batch) -> Ten
     inputs = batch.inputs.detach().requires_grad_()
     features = _features(model, classifier, inputs)
     count, wide = features.shape
-    chunk = max(_ROWS // max(count, 1), 1)
+    chunk = max(_ROWS.get(inputs.device.type, _CPU_ROWS) // max(count, 1), 1)
     norms = []
-    for start in range(0, wide, chunk):
-        picks = torch.eye(wide, device=features.device, dtype=features.dtype)[start : start + chunk]
-        rows = picks[:, None, :].expand(-1, count, -1)
+    for chosen in torch.arange(wide, device=features.device).split(chunk):
+        rows = one_hot(chosen, wide).to(features.dtype)[:, None, :].expand(-1, count, -1)
         (jacobian,) = torch.autograd.grad(features, inputs, rows, retain_graph=True, is_grads_batched=True)
         norms.append(torch.linalg.vector_norm(jacobian.flatten(2), dim=2))
     scores = (torch.cat(norms).T / (features.detach().abs() + _EPSILON)).sum(0)
