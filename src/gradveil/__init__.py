@@ -1,5 +1,8 @@
 """Protect shared gradients, attack them to see what they give away, and report it."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .core import (
     Attack,
     Batch,
@@ -30,6 +33,18 @@ from .veil import Veil, unseal
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from .audit import Report, audit
+
+
+def __getattr__(name: str) -> Any:
+    """Import the audit when it is first asked for: clients that only protect gradients never pay for it."""
+    if name in ("Report", "audit"):
+        module = import_module(".audit", __name__)
+        return module if name == "audit" else module.Report
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "AlignedDualPrune",
     "Attack",
@@ -45,11 +60,13 @@ __all__ = [
     "Payload",
     "RandomK",
     "Reconstruction",
+    "Report",
     "Step",
     "ThreatModel",
     "TopK",
     "Veil",
     "adgp",
+    "audit",
     "dgp",
     "gradient",
     "local_update",

@@ -1,7 +1,9 @@
 """The audit: what does a shared gradient give away, and what stops it?"""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -58,6 +60,16 @@ def audit(
         loss_fn=loss_fn,
     )
     return Audit(plan, found, tell=tell).run()
+
+
+class _CallableModule(ModuleType):
+    """Lets `gradveil.audit` be this package and the function of the same name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Report:
+        return audit(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
 
 
 def _objects(table: Any, given: Sequence[Any] | Mapping[str, Any], kind: str) -> dict[str, Any]:

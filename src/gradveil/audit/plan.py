@@ -13,7 +13,7 @@ from .. import check, data, models
 from ..attacks import ATTACKS
 from ..core import Attack, Defense, LossFn, Tensors
 from ..data import Dataset
-from ..defenses import DEFENSES, PRESETS
+from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..spec import build, to_text
 from ..training import Checkpoint, Settings, load_checkpoint
@@ -107,7 +107,7 @@ def is_adaptive(attack: Attack) -> bool:
 
 def default_defenses() -> tuple[str, ...]:
     """Return what is audited when nobody says otherwise."""
-    hardened = ("hardened",) if "hardened" in PRESETS else ()
+    hardened = ("hardened",) if "hardened" in DEFENSES else ()
     return (BASELINE, "topk", "dgp", *hardened, "dp")
 
 

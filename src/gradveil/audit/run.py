@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from .. import record
 from ..attacks import missing
 from ..attacks.progress import Progress, watch
 from ..core import Attack
@@ -57,6 +56,7 @@ class Audit:
     ) -> None:
         self.plan, self.subject, self.tell, self.save = plan, subject, tell, save
         self.cells = cells(subject)
+        self.scorer = scoring.Scorer(plan, subject)
         self.seconds: dict[tuple[Column, str], float] = {}
         self.columns = {column: clients.column_info(column, plan, subject) for column in COLUMNS}
         self.started = time.monotonic()
@@ -92,7 +92,7 @@ class Audit:
             found = []
             for column in COLUMNS:
                 batches = [s.batch for s in self._sent(column, BASELINE)]
-                found += scoring.floors(self.plan, self.subject, column, batches)
+                found += self.scorer.floors(column, batches)
             size, luck = scoring.chance(self.subject)
             self._update(floors=found, metrics=_ends(found[0].scores), lineup=size, chance=luck)
         if self.report.fast is None:
@@ -152,7 +152,7 @@ class Audit:
         with watch(lambda p: self._watch(cell, p), every=WATCH_EVERY):
             self._say(_name(cell))
             found = attack.run_many([s.seen for s in sent], rngs)
-        return scoring.score_guesses(self.plan, self.subject, sent, found)
+        return self.scorer.row(sent, found)
 
     def _floor(self, column: Column) -> list[float]:
         return max((f.scores["ssim"] for f in self.report.floors if f.column == column), key=fmean)
@@ -253,6 +253,8 @@ def _ends(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
+    from .. import record  # reads the package's version, so it must not be imported while the package is
+
     victims = subject.victims
     model = plan.model if subject.run_round is None else f"{plan.model} after {subject.run_round} rounds"
     return Report(

@@ -1,6 +1,7 @@
 """Guesses and uploads as the numbers and pictures of a report."""
 
 import base64
+import hashlib
 import io
 import math
 from collections.abc import Sequence
@@ -14,14 +15,16 @@ from torch import Tensor
 
 from .. import metrics, tree
 from ..core import Batch, Grads, Reconstruction
-from ..data import Dataset, to_pixels
+from ..data import to_pixels
 from ..veil import derive_rng
 from ..wire import paper_bits
 from .clients import Sent
 from .plan import Plan, Subject
 from .report import Column, Floor, Layer, Upload
 
+Cards = dict[str, dict[str, list[float]]]  # blind guess -> score -> one value per picture
 LINE_UP = 64
+PUBLIC = 512  # public pictures used at most
 LARGEST = 0.05  # the share of entries called the largest
 SHOWN = ("ssim", "psnr", "mse", "lpips")  # the paper's own SSIM flatters and is left to the benchmarks
 
@@ -35,12 +38,6 @@ def to_png(pixels: Tensor) -> str:
     return base64.b64encode(handle.getvalue()).decode()
 
 
-def line_up(subject: Subject, batch_size: int) -> Tensor:
-    """Return the other pictures of the line-up, so that with the truths there are `LINE_UP` where data allow."""
-    count = min(len(subject.public), max(LINE_UP - batch_size, 1))
-    return subject.public.pixels(range(count)).to(subject.device)
-
-
 def chance(subject: Subject) -> tuple[int, float]:
     """Return the size of the line-up and how often a guess made blindly is the nearest, at most.
 
@@ -51,72 +48,73 @@ def chance(subject: Subject) -> tuple[int, float]:
     return size, min(draws / size, 1.0)
 
 
-def pixels_of(inputs: Tensor, data: Dataset) -> Tensor:
-    """Return model inputs as pixels in 0..1."""
-    return to_pixels(inputs, data.mean, data.std)
+class Scorer:
+    """Compares guesses with the private pictures; blind guesses at the same pictures are scored once and kept."""
+
+    def __init__(self, plan: Plan, subject: Subject) -> None:
+        self.seed, self.data = plan.seed, subject.victims
+        public = subject.public.pixels(range(min(len(subject.public), PUBLIC)))
+        self.public = public.to(subject.device)
+        self._blind: dict[tuple[bytes, int], Cards] = {}
+
+    def row(self, sent: Sequence[Sent], found: Sequence[Reconstruction]) -> dict[str, Any]:
+        """Return the fields of a row: every upload is scored on its own, then the pictures stand in one list."""
+        parts = [self._upload(s, f) for s, f in zip(sent, found, strict=True)]
+        losses = [f.loss for f in found if math.isfinite(f.loss)]
+        labels = [v for part in parts for v in part["card"].get("label_accuracy", [])]
+        names = [name for name in SHOWN if name in parts[0]["card"]]
+        return {
+            "scores": {name: [v for part in parts for v in part["card"][name]] for name in names},
+            "identified": [bool(v) for part in parts for v in part["card"]["identified"]],
+            "floor": _best([part["floor"] for part in parts]),
+            "labels_right": fmean(labels) if labels else None,
+            "loss": fmean(losses) if losses else None,
+            "pictures": [png for part in parts for png in part["pictures"]],
+            "note": parts[0]["note"],
+        }
+
+    def floors(self, column: Column, batches: Sequence[Batch]) -> list[Floor]:
+        """Return what blind guesses score on the pictures of a column."""
+        cards = [self._floor(self._pixels(batch.inputs), len(batch.labels)) for batch in batches]
+        names = [name for name in SHOWN if name in cards[0]["grey"]]
+        return [
+            Floor(column, guess, {name: [v for card in cards for v in card[guess][name]] for name in names})
+            for guess in cards[0]
+        ]
+
+    def _upload(self, sent: Sent, found: Reconstruction) -> dict[str, Any]:
+        guess = self._pixels(found.inputs.to(sent.batch.inputs))
+        size = max(LINE_UP - len(sent.batch.labels), 1)
+        cards = []
+        # A defense may train on changed pictures. Recovering those gives the originals away: the worse of both counts.
+        same = torch.equal(sent.trained_on.inputs, sent.batch.inputs)
+        for batch in (sent.batch,) if same else (sent.batch, sent.trained_on):
+            truth = self._pixels(batch.inputs)
+            labels = {"guess_labels": found.labels, "truth_labels": sent.batch.labels}
+            card = metrics.score(guess, truth, gallery=self.public[:size], **labels)
+            cards.append((fmean(card["ssim"]), card, truth))
+        _, card, truth = best = max(cards, key=lambda c: c[0])
+        paired = metrics.aligned(guess, metrics.pair(guess.nan_to_num(nan=0.5), truth))
+        return {
+            "card": card,
+            "floor": self._floor(truth, len(guess)),
+            "pictures": [to_png(p) for p in paired],
+            "note": "" if best is cards[0] else "compared with the pictures as the defense changed them",
+        }
+
+    def _floor(self, truth: Tensor, count: int) -> Cards:
+        """Return the scores of guesses that never look at the gradient, as many as the attacker made."""
+        key = hashlib.sha256(truth.cpu().numpy().tobytes()).digest(), max(count, len(truth))
+        if key not in self._blind:
+            rng = derive_rng(self.seed, key[0].hex(), 0, "blind")
+            self._blind[key] = metrics.score_floor(truth, self.public, rng, count=count)
+        return self._blind[key]
+
+    def _pixels(self, inputs: Tensor) -> Tensor:
+        return to_pixels(inputs, self.data.mean, self.data.std)
 
 
-def score_guesses(
-    plan: Plan, subject: Subject, sent: Sequence[Sent], found: Sequence[Reconstruction]
-) -> dict[str, Any]:
-    """Return the fields of a row: every upload is scored on its own, then the pictures stand in one list."""
-    parts = [_score_upload(plan, subject, i, s, f) for i, (s, f) in enumerate(zip(sent, found, strict=True))]
-    losses = [f.loss for f in found if math.isfinite(f.loss)]
-    labels = [v for part in parts for v in part["card"].get("label_accuracy", [])]
-    names = [name for name in SHOWN if name in parts[0]["card"]]
-    return {
-        "scores": {name: [v for part in parts for v in part["card"][name]] for name in names},
-        "identified": [bool(v) for part in parts for v in part["card"]["identified"]],
-        "floor": _best([part["floor"] for part in parts]),
-        "labels_right": fmean(labels) if labels else None,
-        "loss": fmean(losses) if losses else None,
-        "pictures": [png for part in parts for png in part["pictures"]],
-        "note": parts[0]["note"],
-    }
-
-
-def _score_upload(plan: Plan, subject: Subject, index: int, sent: Sent, found: Reconstruction) -> dict[str, Any]:
-    data = subject.victims
-    guess = pixels_of(found.inputs.to(sent.batch.inputs), data)
-    gallery = line_up(subject, len(sent.batch.labels))
-    note = ""
-    cards = []
-    for batch in (sent.batch, sent.trained_on):
-        truth = pixels_of(batch.inputs, data)
-        card = metrics.score(guess, truth, guess_labels=found.labels, truth_labels=sent.batch.labels, gallery=gallery)
-        cards.append((fmean(card["ssim"]), card, truth))
-        if sent.trained_on is sent.batch or torch.equal(sent.trained_on.inputs, sent.batch.inputs):
-            break
-    best = max(cards, key=lambda c: c[0])
-    if best is not cards[0]:
-        note = "scored against the pictures as the defense changed them: recovering those gives the originals away"
-    _, card, truth = best
-    paired = metrics.aligned(guess, metrics.pair(guess.nan_to_num(nan=0.5), truth))
-    floor = blind(plan, subject, index, truth, count=len(guess))
-    return {"card": card, "floor": floor, "pictures": [to_png(p) for p in paired], "note": note}
-
-
-def blind(plan: Plan, subject: Subject, index: int, truth: Tensor, count: int) -> dict[str, dict[str, list[float]]]:
-    """Return the scores of guesses that never look at the gradient, as many as the attacker made."""
-    rng = derive_rng(plan.seed, str(index), 0, "blind")
-    public = subject.public.pixels(range(min(len(subject.public), 512))).to(truth)
-    return metrics.score_floor(truth, public, rng, count=count)
-
-
-def floors(plan: Plan, subject: Subject, column: Column, batches: Sequence[Batch]) -> list[Floor]:
-    """Return what blind guesses score on the pictures of a column."""
-    cards = []
-    for i, batch in enumerate(batches):
-        truth = pixels_of(batch.inputs, subject.victims)
-        cards.append(blind(plan, subject, i, truth, count=len(truth)))
-    names = [name for name in SHOWN if name in cards[0]["grey"]]
-    return [
-        Floor(column, guess, {name: [v for card in cards for v in card[guess][name]] for name in names})
-        for guess in cards[0]
-    ]
-
-
-def _best(cards: Sequence[dict[str, dict[str, list[float]]]]) -> list[float]:
+def _best(cards: Sequence[Cards]) -> list[float]:
     joined = {guess: [v for card in cards for v in card[guess]["ssim"]] for guess in cards[0]}
     return max(joined.values(), key=fmean)
 

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from scipy import stats
+from scipy import special
 
 from .report import COLUMNS, Column, Judgement, Report, Row, Verdict
 
@@ -59,14 +59,15 @@ def compare(ssim: list[float], floor: list[float], identified: list[bool], chanc
     detectable = None
     why = []
     if n > 1:
-        bar = float(stats.t.ppf(1 - ERROR, n - 1)) * stdev(leads) / math.sqrt(n)
+        bar = float(special.stdtrit(n - 1, 1 - ERROR)) * stdev(leads) / math.sqrt(n)
         detectable = max(bar, MARGIN)
         if mean > detectable:
             why.append(f"mean SSIM leads blind guessing by {mean:.2f}")
     if max(leads) >= CLEAR:
         why.append(f"one picture leads by {max(leads):.2f}")
     hits = sum(identified)
-    if identified and stats.binomtest(hits, len(identified), chance, "greater").pvalue < ERROR:
+    # bdtrc(k - 1, n, p) is the probability of k or more hits.
+    if hits and float(special.bdtrc(hits - 1, len(identified), chance)) < ERROR:
         why.append(f"{hits} of {len(identified)} pictures were picked out of the line-up")
     return Comparison(bool(why), "; ".join(why), fmean(ssim), mean, max(ssim), detectable)
 
