@@ -12,6 +12,7 @@ from .noise import GaussianNoise
 from .outpost import Outpost
 from .precode import PRECODE
 from .prune import DualPrune, RandomK, TopK
+from .quantize import Quantize
 from .soteria import Soteria
 
 
@@ -49,6 +50,7 @@ CLASSES: tuple[type[Defense], ...] = (
     RandomK,
     AlignedDualPrune,
     GaussianNoise,
+    Quantize,
     Hardened,
     DPNoise,
     ClipNoise,
@@ -89,6 +91,7 @@ __all__ = [
     "Hardened",
     "Identity",
     "Outpost",
+    "Quantize",
     "RandomK",
     "Soteria",
     "TopK",
