@@ -25,7 +25,7 @@ from ..core import Defense, Grads, Masks, State, Step, Tensors
 from ..defenses import AlignedDualPrune, Chain, DualPrune, ErrorFeedback, Identity, TopK
 from ..errors import EngineError, NeedError, StateError
 from ..veil import Veil, derive_rng
-from .packing import pack_bits, pack_sparse, sparse_pays, unpack_bits, unpack_sparse
+from .packing import pack_masks, pack_sparse, sparse_pays, unpack_masks, unpack_sparse
 
 # Operators that treat every tensor alone and draw no random number: a bucket can be protected and sent while backward
 # still runs. Anything else waits for the whole gradient, so that its result does not depend on the buckets.
@@ -208,16 +208,14 @@ class Guard:
         """Return the mask of this step's leader, a rank drawn at random; all ranks draw the same one."""
         leader = int(torch.randint(self._world, (1,), generator=derive_rng(self._lottery, "leader", self.round)))
         if leader == self._rank:
-            packed = pack_bits(_flatten(self.defense.propose(grads, self._state, self._step(None))))
+            packed = pack_masks(self.defense.propose(grads, self._state, self._step(None)))
             self.bytes_sent += packed.nbytes
         else:
-            size = sum(g.numel() for g in grads.values())
-            packed = torch.empty(math.ceil(size / 8), dtype=torch.uint8, device=self._device)
+            size = math.ceil(sum(g.numel() for g in grads.values()) / 8)
+            packed = torch.empty(size, dtype=torch.uint8, device=self._device)
         with self._explained():
             dist.broadcast(packed, src=dist.get_global_rank(self._group, leader), group=self._group)
-        sizes = [g.numel() for g in grads.values()]
-        parts = torch.split(unpack_bits(packed, sum(sizes)), sizes)
-        return {name: part.view(g.shape) for (name, g), part in zip(grads.items(), parts, strict=True)}
+        return unpack_masks(packed, grads)
 
     def _agree(self, values: list[int]) -> list[int]:
         """Return the largest of each value over all ranks."""

@@ -5,6 +5,9 @@ import math
 import torch
 from torch import Tensor
 
+from ..core import Grads, Masks
+from ..errors import WireError
+
 
 def pack_bits(flags: Tensor) -> Tensor:
     """Return a flat bool tensor as bytes, lowest bit first.
@@ -53,3 +56,17 @@ def sparse_pays(size: int, room: int, world: int) -> bool:
     (True, False)
     """
     return (4 * room + math.ceil(size / 8)) * (world - 1) < 8 * size * (world - 1) / world
+
+
+def pack_masks(masks: Masks) -> Tensor:
+    """Return the masks of all tensors as bytes, one after the other."""
+    return pack_bits(torch.cat([m.reshape(-1) for m in masks.values()]))
+
+
+def unpack_masks(packed: Tensor, like: Grads) -> Masks:
+    """Return the masks in `packed`; raises `WireError` if the bytes do not fit the shapes of `like`."""
+    sizes = [tensor.numel() for tensor in like.values()]
+    if packed.dtype != torch.uint8 or packed.numel() != math.ceil(sum(sizes) / 8):
+        raise WireError(f"a mask of {sum(sizes)} positions does not take {packed.numel()} bytes")
+    parts = torch.split(unpack_bits(packed, sum(sizes)), sizes)
+    return {name: part.view(t.shape) for (name, t), part in zip(like.items(), parts, strict=True)}

@@ -1,0 +1,246 @@
+"""Flower, the client's side: a mod that lets nothing but the protected update leave.
+
+    app = ClientApp(mods=[VeilMod(dgp())])
+
+The app itself stays an ordinary FedAvg client: it trains and answers with its new weights and `num-examples`. The
+server runs `VeiledFedAvg` with the same defense.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+
+from .. import check, tree, wire
+from ..core import Defense, Grads, Masks, Tensors
+from ..defenses import AlignedDualPrune, ErrorFeedback
+from ..errors import GradveilError, NeedError, StateError
+from ..veil import Veil
+from . import flower_records as records
+from .flower_download import held, receive
+from .store import Courier, FileStore
+
+Handler = Callable[[Message, Context], Message]
+
+CONTEXT_BYTES = 25_000_000  # Flower loses larger node states without an error
+REFUSED = 6  # Flower's code for a mod whose conditions are not met
+log = logging.getLogger("flwr.gradveil")
+
+
+@dataclass(frozen=True)
+class ContextStore:
+    """A client's memory in Flower's node state: kept for one run, gone when the SuperNode restarts."""
+
+    context: Context
+
+    def load(self) -> Tensors:
+        """Return what was saved last."""
+        record = self.context.state.array_records.get(records.OURS)
+        return {} if record is None else records.tensors_of(record)
+
+    def save(self, tensors: Tensors) -> None:
+        """Replace what is there, unless it is more than Flower carries safely."""
+        size = sum(t.nbytes for t in tensors.values())
+        if size > CONTEXT_BYTES:
+            raise StateError(
+                f"the residual takes {size / 1e6:.0f} MB, and Flower loses node states above "
+                f"{CONTEXT_BYTES / 1e6:.0f} MB: give the node a folder (--node-config 'gradveil-dir=\"/path\"')"
+            )
+        arrays = {name: Array(t.detach().cpu().contiguous().numpy()) for name, t in tensors.items()}
+        self.context.state[records.OURS] = ArrayRecord(arrays)
+
+    def claimed(self) -> contextlib.nullcontext[None]:
+        """Flower hands the state to one message at a time."""
+        return contextlib.nullcontext()
+
+
+@dataclass(frozen=True)
+class VeilMod:
+    """Protects the update in every answer to a train message, and keeps the residual.
+
+    Guarantees: an answer holds the sealed update, single numbers from the app's metrics, and nothing else; where that
+    cannot be built (an unknown record, a type no defense handles, a missing or stale residual, a server without
+    gradveil) an error goes out instead. Answers to evaluate and query messages may hold metrics only. The residual is
+    written before the answer leaves; an upload the server did not use goes back into it. Does not guarantee anything
+    about what metrics reveal, nor about a server that lies about which uploads it used.
+
+    Args:
+        defense: what protects the update; one that needs the batch or the model cannot work here.
+        folder: where the residual lives as a file; the node's `gradveil-dir` setting goes first. Without either it
+            lives in the node state of the run.
+        buffers: BatchNorm statistics are averages over private activations. "local" keeps each client's own on the
+            node and puts them into every model that arrives; "send" sends them as they are.
+        local: further arrays that never leave, such as integer tensors.
+        restart_lost: start from a zero residual when the old one is lost, instead of refusing. The first update after
+            that has no residual to hide in.
+        seed: fixes the defense's random numbers; for experiments only.
+    """
+
+    defense: Defense
+    folder: Path | None = None
+    buffers: Literal["local", "send"] = "local"
+    local: tuple[str, ...] = ()
+    restart_lost: bool = False
+    weight_key: str = "num-examples"
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        check.one_of(("local", "send"), buffers=self.buffers)
+        hidden = sorted(self.defense.needs & {"batch", "model", "per_example"})
+        if hidden:
+            raise NeedError(
+                f"{self.defense.key()} needs {', '.join(hidden)}, but a Flower mod sees weights only: "
+                "use it through Veil.protect inside the client"
+            )
+
+    def __call__(self, message: Message, context: Context, call_next: Handler) -> Message:
+        """Handle one message; called by Flower."""
+        try:
+            if message.metadata.message_type.partition(".")[0] == "train":
+                return self._train(message, context, call_next)
+            return self._other(message, context, call_next)
+        except GradveilError as error:
+            log.error("nothing is sent: %s", error)
+            return Message(Error(REFUSED, f"gradveil: {error}"), reply_to=message)
+
+    def _train(self, message: Message, context: Context, call_next: Handler) -> Message:
+        request = records.Request.read(message)
+        store = self._store(context, request.job)
+        with store.claimed():
+            memory = store.load()
+            arrived, before = self._open_model(message, request, memory)
+            like = records.parameters_of(before, self.local)
+            mask = self._open_mask(message, like)
+            courier = self._courier(like, memory, request, context)  # refuses a lost residual before any work is done
+            _strip(message)
+            reply = _answer(call_next(message, context))
+            if reply.has_error():
+                return reply
+            after, examples = self._read_answer(reply, before)
+            grads = tree.sub(like, records.parameters_of(after, self.local))
+            if request.ask == "mask":
+                return Message(records.mask_content(courier.veil.propose(grads)), reply_to=message)
+            upload = courier.send(grads, examples, mask)
+            content = RecordDict({
+                request.key: ArrayRecord({"update": records.blob(upload.payload.body, records.UPDATE),
+                                          **self._sent_buffers(after)}),
+                **{key: MetricRecord(numbers) for key, numbers in records.numbers_of(reply.content).items()},
+                records.OURS: ConfigRecord({"upload": upload.id, "round": request.round, **_holds(request)}),
+            })  # fmt: skip
+            own = tree.under("buffer", {n: t for n, t in after.items() if self._stays(n)})
+            store.save({**courier.memory(), **own, **held(request, arrived)})  # last: nothing after it can fail
+            return Message(content, reply_to=message)
+
+    def _other(self, message: Message, context: Context, call_next: Handler) -> Message:
+        """Let the app answer with metrics; it sees the model with this node's own buffers."""
+        known: dict[str, Any] = {}
+        if records.OURS in message.content.config_records:
+            request = records.Request.read(message)
+            store = self._store(context, request.job)
+            with store.claimed():
+                memory = store.load()
+                arrived, _ = self._open_model(message, request, memory)
+                if request.version is not None:
+                    store.save({**memory, **held(request, arrived)})
+            known = {records.OURS: ConfigRecord(_holds(request))} if _holds(request) else {}
+            _strip(message)
+        reply = _answer(call_next(message, context))
+        if reply.has_error():
+            return reply
+        return Message(RecordDict({**records.metrics_only(reply.content), **known}), reply_to=message)
+
+    def _open_model(self, message: Message, request: records.Request, memory: Tensors) -> tuple[Tensors, Tensors]:
+        """Return the model as the server has it, and as the app sees it: with this node's own buffers."""
+        key, arrived = receive(message.content, request, memory, self.local)
+        own = {n: t for n, t in tree.only("buffer", memory).items() if n in arrived and self._stays(n)}
+        seen = {**arrived, **own}
+        record = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in seen.items()})
+        message.content = RecordDict({**message.content, key: record})
+        return arrived, seen
+
+    def _open_mask(self, message: Message, like: Grads) -> Masks | None:
+        mask = records.read_mask(message.content, like)
+        if mask is not None:
+            part = aligned_part(self.defense)
+            if part is None:
+                raise NeedError(f"the server runs aligned rounds, but {self.defense.key()} has none: use its defense")
+            part.validate(mask, like)
+        return mask
+
+    def _courier(self, like: Grads, memory: Tensors, request: records.Request, context: Context) -> Courier:
+        client = str(context.node_config.get("partition-id", context.node_id))
+        try:
+            courier = Courier(Veil(self.defense, like, seed=self.seed, client=client), like, memory)
+            courier.settle(request.last, request.used)
+        except StateError as error:
+            if not self.restart_lost:
+                raise
+            log.warning("starting from a zero residual: %s", error)
+            courier = Courier(Veil(self.defense, like, seed=self.seed, client=client), like, {})
+        return courier
+
+    def _read_answer(self, reply: Message, before: Tensors) -> tuple[Tensors, int]:
+        """Return the app's new model and number of examples; refuse anything that is not exactly that."""
+        odd = [key for key in reply.content if not isinstance(reply.content[key], ArrayRecord | MetricRecord)]
+        if odd:
+            raise NeedError(
+                f"the app's answer holds {odd[0]!r}, which is neither the model nor metrics: nothing is sent"
+            )
+        after = records.tensors_of(records.model_record(reply.content)[1])
+        if {n: (t.shape, t.dtype) for n, t in after.items()} != {n: (t.shape, t.dtype) for n, t in before.items()}:
+            raise NeedError("the app's answer is not the model it got (other names, shapes or types): nothing is sent")
+        numbers = {k: v for record in records.numbers_of(reply.content).values() for k, v in record.items()}
+        examples = numbers.get(self.weight_key)
+        if not isinstance(examples, int) or examples < 1:
+            raise NeedError(f"the app's metrics need {self.weight_key!r}, a whole number above 0, got {examples!r}")
+        return after, examples
+
+    def _sent_buffers(self, after: Tensors) -> dict[str, Array]:
+        if self.buffers == "local":
+            return {}
+        floats = records.sent_buffers(after)
+        return {"buffers": records.blob(wire.encode(floats), records.BUFFERS)} if floats else {}
+
+    def _stays(self, name: str) -> bool:
+        if name in self.local:
+            return True
+        return records.is_buffer(name) and (self.buffers == "local" or name.endswith("num_batches_tracked"))
+
+    def _store(self, context: Context, job: int) -> FileStore | ContextStore:
+        folder = context.node_config.get("gradveil-dir", self.folder)
+        if folder is None:
+            return ContextStore(context)
+        part = context.node_config.get("partition-id", "node")
+        return FileStore(Path(str(folder)) / f"{job:016x}-{part}.safetensors")
+
+
+def aligned_part(defense: Defense) -> AlignedDualPrune | None:
+    """Return the aligned operator inside a defense, if there is one.
+
+    >>> aligned_part(ErrorFeedback(AlignedDualPrune(keep=0.1)))
+    AlignedDualPrune(keep=0.1, top=0.05)
+    """
+    if isinstance(defense, AlignedDualPrune):
+        return defense
+    inner = (defense.inner,) if isinstance(defense, ErrorFeedback) else getattr(defense, "parts", ())
+    return next((part for part in map(aligned_part, inner) if part is not None), None)
+
+
+def _holds(request: records.Request) -> dict[str, int]:
+    return {} if request.version is None else {"holds": request.version}
+
+
+def _answer(reply: Any) -> Message:
+    """Return the app's answer; Flower's SuperNode would hang on anything that is not a message."""
+    if not isinstance(reply, Message):
+        raise NeedError(f"the client app returned {type(reply).__name__} instead of a Message: nothing is sent")
+    return reply
+
+
+def _strip(message: Message) -> None:
+    """Take gradveil's records out of a message before the app sees it."""
+    message.content = RecordDict({k: v for k, v in message.content.items() if not k.startswith(records.OURS)})

@@ -1,0 +1,551 @@
+"""The Flower mod and strategy in one process: the real ClientApp and strategy, without sockets."""
+
+import copy
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+os.environ.setdefault("FLWR_TELEMETRY_ENABLED", "0")
+os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+pytest.importorskip("flwr", reason="the flower extra is not installed")
+
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg
+from flwr.supercore.task_identity import TaskIdentity
+
+from gradveil import AlignedDualPrune, Batch, Defense, Identity, Step, Veil, adgp, dgp, local_update, tree, wire
+from gradveil.defenses import DPNoise
+from gradveil.engines import flower_records as records
+from gradveil.engines.flower import VeilMod
+from gradveil.engines.flower_strategy import VeiledFedAvg
+from gradveil.engines.store import FileStore
+from gradveil.engines.vote import vote
+from gradveil.errors import NeedError, StateError, WireError
+
+CLIENTS = 4
+loss_fn = nn.CrossEntropyLoss()
+
+
+def build_model(norm: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(12, 40), nn.ReLU(), nn.Linear(40, 5)]
+    return nn.Sequential(*layers[:1], nn.BatchNorm1d(40), *layers[1:]) if norm else nn.Sequential(*layers)
+
+
+def batch_of(client: int, round_: int) -> Batch:
+    rng = torch.Generator().manual_seed(100 * client + round_)
+    inputs = torch.randn(16, 12, generator=rng)
+    return Batch(inputs, (inputs[:, :5] + 0.1 * client).argmax(1))
+
+
+def make_app(*mods: Any, norm: bool = False, spoil: Callable[[int, int, Message], Any] | None = None) -> ClientApp:
+    """An ordinary FedAvg client. `spoil(client, round, reply)` replaces what the app answers."""
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        assert not [key for key in message.content if key.startswith("gradveil")]
+        client, round_ = context.node_config["partition-id"], message.content["config"]["server-round"]
+        model = build_model(norm)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        model.train()
+        update = local_update(model, loss_fn, [batch_of(client, round_)], lr=0.5)
+        state = {n: t - update[n] if n in update else t for n, t in model.state_dict().items()}
+        metrics = MetricRecord({"num-examples": 16 + client, "loss": 1.0})
+        reply = Message(RecordDict({"arrays": ArrayRecord(state), "metrics": metrics}), reply_to=message)
+        return reply if spoil is None else spoil(client, round_, reply)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        model = build_model(norm)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        batch = batch_of(context.node_config["partition-id"], 0)
+        accuracy = (model.eval()(batch.inputs).argmax(1) == batch.labels).float().mean().item()
+        content = RecordDict({"metrics": MetricRecord({"num-examples": 16, "accuracy": accuracy})})
+        return Message(content, reply_to=message)
+
+    @app.query("raw")
+    def raw(message: Message, context: Context) -> Message:
+        return Message(RecordDict({"arrays": ArrayRecord(build_model().state_dict())}), reply_to=message)
+
+    return app
+
+
+class LocalGrid(Grid):
+    """Runs the real ClientApp and its mods in this process; `meddle` may change, drop or add replies."""
+
+    def __init__(self, app: ClientApp, meddle: Callable[[list[Message]], list[Message]] = lambda r: r) -> None:
+        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
+        self.app, self.meddle, self.sent = app, meddle, list[Message]()
+        self.contexts = {
+            2**63 + 100 + i: Context(1, 100 + i, {"partition-id": i, "num-partitions": CLIENTS}, RecordDict(), {})
+            for i in range(CLIENTS)
+        }
+
+    run = property(lambda self: None)
+
+    def set_run(self, run: Any) -> None: ...
+
+    def get_node_ids(self) -> Iterable[int]:
+        return list(self.contexts)
+
+    def create_message(self, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError
+
+    push_messages = pull_messages = create_message
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        replies = []
+        for message in messages:
+            self.sent.append(message)
+            message = Message(copy.copy(message.content), message.metadata.dst_node_id, message.metadata.message_type)
+            try:
+                replies.append(self.app(message, self.contexts[message.metadata.dst_node_id]))
+            except Exception as error:  # as Flower does
+                replies.append(Message(Error(2, repr(error)), reply_to=message))
+        return self.meddle(replies) if replies else []
+
+
+def initial(norm: bool = False) -> ArrayRecord:
+    return ArrayRecord(build_model(norm).state_dict())
+
+
+def run(strategy: FedAvg, grid: LocalGrid, rounds: int = 3, norm: bool = False) -> dict[str, Tensor]:
+    result = strategy.start(grid, initial(norm), num_rounds=rounds)
+    return dict(result.arrays.to_torch_state_dict()) if result.arrays else {}
+
+
+def tree_of(context: Context) -> dict[str, Tensor]:
+    return records.tensors_of(context.state["gradveil"])
+
+
+def node(client: int) -> int:
+    return 2**63 + 100 + client
+
+
+# ------------------------------------------------------------------------------------- what it does
+
+
+def test_without_a_defense_it_is_fedavg() -> None:
+    want = run(FedAvg(), LocalGrid(make_app()))
+    got = run(VeiledFedAvg(Identity()), LocalGrid(make_app(VeilMod(Identity()))))
+    for name, tensor in want.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_the_bytes_are_those_of_the_veil() -> None:
+    bodies = []
+
+    def keep(replies: list[Message]) -> list[Message]:
+        bodies.extend(r.content["arrays"]["update"].data for r in replies if "arrays" in r.content)
+        return replies
+
+    run(VeiledFedAvg(dgp(), fraction_evaluate=0.0), LocalGrid(make_app(VeilMod(dgp())), keep), rounds=1)
+    model = build_model()
+    update = local_update(model, loss_fn, [batch_of(0, 1)], lr=0.5)
+    before = dict(model.state_dict())
+    update = {n: before[n] - (before[n] - update[n]) for n in update}  # the app answers with weights
+    assert Veil(dgp(), update).seal(update, 16).body in bodies
+
+
+@pytest.mark.parametrize("defense", [dgp(), adgp()], ids=["dgp", "adgp"])
+def test_training_works_and_answers_are_small(defense: Defense) -> None:
+    sizes: list[int] = []
+
+    def weigh(replies: list[Message]) -> list[Message]:
+        sizes.extend(len(r.content["arrays"]["update"].data) for r in replies if "arrays" in r.content)
+        return replies
+
+    strategy = VeiledFedAvg(defense)
+    result = strategy.start(LocalGrid(make_app(VeilMod(defense)), weigh), initial(), num_rounds=20)
+    accuracy = [float(m["accuracy"]) for m in result.evaluate_metrics_clientapp.values()]
+    assert not strategy.rejected
+    assert accuracy[-1] > 0.6 > accuracy[0]
+    dense = 4 * sum(t.numel() for t in build_model().state_dict().values())
+    assert max(sizes) < 0.5 * dense
+
+
+@pytest.mark.parametrize("defense", [dgp(), adgp()], ids=["dgp", "adgp"])
+def test_nothing_is_lost_when_replies_are(defense: Defense) -> None:
+    """sum of updates = what the server used + the upload on its way + the residual."""
+    turn = 0
+
+    def drop(replies: list[Message]) -> list[Message]:
+        nonlocal turn
+        turn += 1
+        asked = [r for r in replies if r.has_content() and "arrays" in r.content]
+        if not asked:
+            return replies
+        return [r for i, r in enumerate(replies) if (turn * 7 + i * 3) % 4]
+
+    updates: dict[int, dict[str, Tensor]] = {}
+
+    def note(client: int, round_: int, reply: Message) -> Message:
+        seen[client] = {n: t.double() for n, t in reply.content["arrays"].to_torch_state_dict().items()}
+        return reply
+
+    seen: dict[int, dict[str, Tensor]] = {}
+    grid = LocalGrid(make_app(VeilMod(defense), spoil=note), drop)
+    strategy = VeiledFedAvg(defense, fraction_evaluate=0.0)
+    arrays, used = initial(), tree.zeros_like({n: t.double() for n, t in build_model().state_dict().items()})
+    for round_ in range(1, 9):
+        before = {n: t.double() for n, t in arrays.to_torch_state_dict().items()}
+        replies = list(grid.send_and_receive(strategy.configure_train(round_, arrays, ConfigRecord(), grid)))
+        for client, after in seen.items():
+            updates[client] = tree.add(updates.get(client, tree.zeros_like(before)), tree.sub(before, after))
+        seen.clear()
+        new, _ = strategy.aggregate_train(round_, replies)
+        for reply in replies:  # what the server took, decoded by hand
+            if strategy.used.get(reply.metadata.src_node_id) == reply.content["gradveil"]["upload"]:
+                body = reply.content["arrays"]["update"].data
+                like = {n: t.float() for n, t in before.items()}
+                sent = wire.decode(body, like=like, within=strategy._round.mask if strategy._round else None)
+                used = tree.add(used, {n: t.double() for n, t in sent.items()})
+        arrays = new if new is not None else arrays
+    held = tree.zeros_like(used)
+    for client, context in enumerate(grid.contexts.values()):
+        memory = tree_of(context)
+        held = tree.add(held, {n: t.double() for n, t in tree.only("veil.state.residual", memory).items()})
+        if int(memory["upload.about"][0]) != strategy.used.get(node(client)):
+            like = {n: t.float() for n, t in used.items()}
+            mask = None if "upload.mask" not in memory else records.unpack_masks(memory["upload.mask"], like)
+            on_its_way = wire.decode(memory["upload.body"].numpy().tobytes(), like=like, within=mask)
+            held = tree.add(held, {n: t.double() for n, t in on_its_way.items()})
+    total = {n: sum(u[n] for u in updates.values()) for n in used}
+    for name, want in total.items():
+        assert isinstance(want, Tensor)
+        torch.testing.assert_close(used[name] + held[name], want, rtol=0, atol=1e-5)
+
+
+def test_sparse_download_gives_the_same_model_for_fewer_bytes() -> None:
+    def train(sparse: bool) -> tuple[dict[str, Tensor], int]:
+        strategy = VeiledFedAvg(dgp(), sparse_download=sparse)
+        grid = LocalGrid(make_app(VeilMod(dgp())), lambda rs: [r for r in rs if r.metadata.src_node_id != node(3)])
+        model = run(strategy, grid, rounds=5)
+        down = sum(len(a.data) for m in grid.sent for r in m.content.array_records.values() for a in r.values())
+        return model, down
+
+    (full, full_bytes), (sparse, sparse_bytes) = train(False), train(True)
+    assert all(torch.equal(full[name], sparse[name]) for name in full)
+    assert sparse_bytes < 0.8 * full_bytes
+
+
+@pytest.mark.parametrize("buffers", ["local", "send"])
+def test_batchnorm_buffers_stay_or_are_sent(buffers: Any) -> None:
+    app = make_app(VeilMod(dgp(), buffers=buffers), norm=True)
+    grid, strategy = LocalGrid(app), VeiledFedAvg(dgp(), sparse_download=True)
+    model = run(strategy, grid, rounds=3, norm=True)
+    assert not strategy.rejected
+    moved = not torch.equal(model["1.running_mean"], torch.zeros(40))
+    assert moved == (buffers == "send")
+    assert int(model["1.num_batches_tracked"]) == 0  # a count never leaves
+    memory = tree_of(grid.contexts[node(0)])
+    assert int(memory["buffer.1.num_batches_tracked"]) == 3  # and goes on counting on the node
+    assert ("buffer.1.running_mean" in memory) == (buffers == "local")
+
+
+# ------------------------------------------------------------------------------------- fail closed
+
+
+def answer_with(**extra: Any) -> Callable[[int, int, Message], Any]:
+    def spoil(client: int, round_: int, reply: Message) -> Message:
+        return Message(RecordDict({**reply.content, **extra}), reply_to=_question())
+
+    return spoil
+
+
+def _question() -> Message:
+    return Message(RecordDict(), dst_node_id=1, message_type="train")
+
+
+def _integer_array(client: int, round_: int, reply: Message) -> Message:
+    reply.content["arrays"]["0.weight"] = Array(torch.ones(40, 12, dtype=torch.int64).numpy())
+    return reply
+
+
+def _nan(client: int, round_: int, reply: Message) -> Message:
+    reply.content["arrays"]["0.weight"] = Array(torch.full((40, 12), float("nan")).numpy())
+    return reply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (answer_with(config=ConfigRecord({"raw": b"secret"})), "neither the model nor metrics"),
+        (answer_with(more=ArrayRecord(build_model().state_dict())), "expected one ArrayRecord"),
+        (answer_with(metrics=MetricRecord({"num-examples": 16, "list": [0.5, 0.25]})), "single finite numbers"),
+        (answer_with(metrics=MetricRecord({"loss": 1.0})), "num-examples"),
+        (answer_with(arrays=ArrayRecord({"0.weight": Array(torch.ones(2).numpy())})), "not the model it got"),
+        (_integer_array, "not the model it got"),
+        (_nan, "NaN or infinity"),
+        (lambda *_: None, "NoneType instead of a Message"),
+        (lambda *_: {"arrays": 1}, "dict instead of a Message"),
+    ],
+)
+def test_a_wrong_answer_of_the_app_never_leaves(spoil: Callable[[int, int, Message], Any], why: str) -> None:
+    left: list[Message] = []
+
+    def keep(replies: list[Message]) -> list[Message]:
+        left.extend(replies)
+        return replies
+
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    grid = LocalGrid(make_app(VeilMod(dgp()), spoil=spoil), keep)
+    assert run(strategy, grid, rounds=1) == {}
+    assert all(reply.has_error() and not reply.has_content() for reply in left)
+    assert all(why in one.reason for one in strategy.rejected)
+    assert not any(context.state for context in grid.contexts.values())  # and no state has changed
+
+
+def test_other_messages_may_answer_with_metrics_only() -> None:
+    grid = LocalGrid(make_app(VeilMod(dgp())))
+    question = Message(RecordDict(), dst_node_id=node(0), message_type="query.raw")
+    (reply,) = grid.send_and_receive([question])
+    assert reply.has_error()
+    assert "unprotected" in reply.error.reason
+
+
+def test_a_server_without_gradveil_gets_nothing() -> None:
+    grid = LocalGrid(make_app(VeilMod(dgp())))
+    assert run(FedAvg(fraction_evaluate=0.0), grid, rounds=1) == {}
+
+
+def test_integer_parameters_are_refused_unless_kept_local() -> None:
+    arrays = {**build_model().state_dict(), "table": torch.arange(3)}
+    app = ClientApp(mods=[])
+
+    def answer(message: Message) -> Message:
+        content = RecordDict({"arrays": message.content["arrays"], "metrics": MetricRecord({"num-examples": 1})})
+        return Message(content, reply_to=message)
+
+    for local, works in (((), False), (("table",), True)):
+        mod = VeilMod(Identity(), local=local)
+        grid = LocalGrid(app)
+        strategy = VeiledFedAvg(Identity(), local=("table",), fraction_evaluate=0.0)
+        grid.app = lambda m, c, mod=mod: mod(m, c, lambda m, c: answer(m))  # type: ignore[assignment,misc]
+        result = strategy.start(grid, ArrayRecord(arrays), num_rounds=1)
+        assert (result.arrays is not None and "table" in result.arrays) == works
+
+
+def test_defenses_that_need_more_are_refused_at_once() -> None:
+    with pytest.raises(NeedError, match="per_example"):
+        VeilMod(DPNoise())
+
+
+def test_a_lost_residual_stops_the_upload() -> None:
+    strategy, mod = VeiledFedAvg(dgp(), fraction_evaluate=0.0), VeilMod(dgp())
+    grid = LocalGrid(make_app(mod))
+    arrays = ArrayRecord(run(strategy, grid, rounds=2))
+    grid.contexts[node(0)].state = RecordDict()  # lost
+    old = copy.deepcopy(grid.contexts[node(1)].state)
+    strategy.start(grid, arrays, num_rounds=1)
+    assert [one.node for one in strategy.rejected] == [node(0)]
+    assert "missing or stale" in strategy.rejected[0].reason
+    strategy.rejected.clear()
+    grid.contexts[node(1)].state = old  # a backup from before the last round
+    strategy.start(grid, arrays, num_rounds=1)
+    assert {one.node for one in strategy.rejected} == {node(0), node(1)}
+    strategy.rejected.clear()
+    grid.app = make_app(VeilMod(dgp(), restart_lost=True))
+    strategy.start(grid, arrays, num_rounds=1)
+    assert not strategy.rejected
+
+
+# ------------------------------------------------------------------------------------- hostile or broken clients
+
+
+def _with_body(reply: Message, change: Callable[[bytes], bytes]) -> Message:
+    old = reply.content["arrays"]["update"]
+    body = change(old.data)
+    reply.content["arrays"]["update"] = Array("uint8", (len(body),), old.stype, body)
+    return reply
+
+
+def _claim(reply: Message, number: Any) -> Message:
+    reply.content["metrics"]["num-examples"] = number
+    return reply
+
+
+def _late(reply: Message) -> Message:
+    reply.content["gradveil"]["round"] = 99
+    return reply
+
+
+HOSTILE: dict[str, Callable[[Message], list[Message]]] = {
+    "garbage": lambda r: [_with_body(r, lambda b: os.urandom(len(b)))],
+    "truncated": lambda r: [_with_body(r, lambda b: b[: len(b) // 2])],
+    "empty": lambda r: [_with_body(r, lambda b: b"")],
+    "late": lambda r: [_late(r)],
+    "no metrics": lambda r: [Message(RecordDict({"arrays": r.content["arrays"]}), reply_to=_question())],
+    "dense": lambda r: [answer_with(arrays=initial())(0, 0, r)],
+    "zero examples": lambda r: [_claim(r, 0)],
+    "float examples": lambda r: [_claim(r, 1e300)],
+    "config only": lambda r: [Message(RecordDict({"gradveil": ConfigRecord({"upload": 1})}), reply_to=_question())],
+    "odd metric": lambda r: [answer_with(metrics=MetricRecord({"num-examples": 16, "x": float("nan")}))(0, 0, r)],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_answer_is_rejected_and_the_round_goes_on(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    def meddle(replies: list[Message]) -> list[Message]:
+        return [*HOSTILE[name](replies[0]), *replies[1:]]
+
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    assert run(strategy, LocalGrid(make_app(VeilMod(dgp())), meddle), rounds=1)
+    assert len(strategy.rejected) == 1
+    assert len(strategy.used) == CLIENTS - 1
+    assert f"the answer of node {strategy.rejected[0].node} is not used" in caplog.text
+
+
+def test_duplicates_count_once() -> None:
+    once = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    want = run(once, LocalGrid(make_app(VeilMod(dgp()))), rounds=2)
+    twice = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    got = run(twice, LocalGrid(make_app(VeilMod(dgp())), lambda r: [*r, r[0], r[1]]), rounds=2)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name])
+    assert len(twice.rejected) == 4
+
+
+def test_a_lie_about_examples_is_bounded() -> None:
+    def lie(replies: list[Message]) -> list[Message]:
+        _claim(replies[0], 2**60)
+        return replies
+
+    honest = run(VeiledFedAvg(dgp(), max_examples=1, fraction_evaluate=0.0), LocalGrid(make_app(VeilMod(dgp()))), 1)
+    lied = run(VeiledFedAvg(dgp(), max_examples=1, fraction_evaluate=0.0), LocalGrid(make_app(VeilMod(dgp())), lie), 1)
+    for name in honest:
+        torch.testing.assert_close(lied[name], honest[name])
+
+
+def test_a_client_cannot_end_the_run_through_evaluation() -> None:
+    def meddle(replies: list[Message]) -> list[Message]:
+        if "arrays" not in replies[0].content:
+            replies[0] = Message(RecordDict({"m": MetricRecord({"x": [1.0, 2.0]})}), reply_to=_question())
+        return replies
+
+    strategy = VeiledFedAvg(dgp())
+    result = strategy.start(LocalGrid(make_app(VeilMod(dgp())), meddle), initial(), num_rounds=2)
+    assert len(strategy.rejected) == 2
+    assert "accuracy" in result.evaluate_metrics_clientapp[2]
+
+
+# ------------------------------------------------------------------------------------- aligned masks
+
+
+def _zero(mask: Tensor) -> Tensor:
+    return torch.zeros_like(mask)
+
+
+@pytest.mark.parametrize("change", [_zero, torch.ones_like, lambda b: b[:-1], lambda b: b | 1])
+def test_an_impossible_mask_is_refused_and_its_proposer_barred(change: Callable[[Tensor], Tensor]) -> None:
+    evil = set()
+
+    def meddle(replies: list[Message]) -> list[Message]:
+        for reply in replies:
+            if (
+                reply.has_content()
+                and "gradveil-mask" in reply.content
+                and len(evil | {reply.metadata.src_node_id}) < 2
+            ):
+                evil.add(reply.metadata.src_node_id)
+                body = torch.frombuffer(bytearray(reply.content["gradveil-mask"]["mask"].data), dtype=torch.uint8)
+                forged = records.blob(change(body).numpy().tobytes(), records.MASK)
+                reply.content["gradveil-mask"] = ArrayRecord({"mask": forged})
+        return replies
+
+    strategy = VeiledFedAvg(adgp(), proposers=1, fraction_evaluate=0.0)
+    model = run(strategy, LocalGrid(make_app(VeilMod(adgp())), meddle), rounds=2)
+    assert model
+    assert len(strategy.used) == CLIENTS
+    assert strategy.barred == evil
+
+
+def test_a_mask_of_the_right_size_in_the_wrong_places_is_outvoted() -> None:
+    """One of five proposers asks for everybody's smallest entries: the vote still captures most of the energy."""
+    rng = torch.Generator().manual_seed(0)
+    common = torch.randn(4000, generator=rng)
+    clients = [{"w": common + torch.randn(4000, generator=rng)} for _ in range(5)]
+    defense = AlignedDualPrune()
+    honest = [defense.propose(c, {}, _step()) for c in clients]
+    evil = {"w": ~_largest(clients[0]["w"], 2400)}
+
+    def energy(mask: dict[str, Tensor]) -> float:
+        shares = [float((c["w"] ** 2 * mask["w"]).sum() / (c["w"] ** 2).sum()) for c in clients[1:]]
+        return sum(shares) / len(shares)
+
+    alone, single = energy(evil), energy(honest[0])
+    voted = energy(vote([evil, *honest[1:]], rng))
+    assert int(vote([evil, *honest[1:]], rng)["w"].sum()) == 1600
+    assert voted > single > alone + 0.15
+
+
+def _step() -> Any:
+    return Step(rng=torch.Generator())
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    return torch.zeros_like(values, dtype=torch.bool).index_fill(0, values.abs().topk(count).indices, True)
+
+
+# ------------------------------------------------------------------------------------- memory in files
+
+
+def test_a_file_carries_the_residual_over_runs_and_servers(tmp_path: Path) -> None:
+    mod = VeilMod(dgp(), folder=tmp_path / "nodes")
+    checkpoint = tmp_path / "server.safetensors"
+    whole = run(VeiledFedAvg(dgp(), fraction_evaluate=0.0), LocalGrid(make_app(VeilMod(dgp()))), rounds=4)
+
+    first = VeiledFedAvg(dgp(), fraction_evaluate=0.0, checkpoint=checkpoint)
+    assert first.resume() is None
+    run(first, LocalGrid(make_app(mod)), rounds=2)
+    again = VeiledFedAvg(dgp(), fraction_evaluate=0.0, checkpoint=checkpoint)
+    arrays = again.resume()
+    grid = LocalGrid(make_app(mod))  # new contexts: the nodes restarted too
+    for round_ in (3, 4):
+        replies = grid.send_and_receive(again.configure_train(round_, arrays, ConfigRecord(), grid))
+        arrays, _ = again.aggregate_train(round_, replies)
+    assert not again.rejected
+    resumed = arrays.to_torch_state_dict()
+    for name in whole:
+        torch.testing.assert_close(resumed[name], whole[name], rtol=1e-5, atol=1e-6)
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "nodes").glob("*.safetensors")} == {0o600}
+
+
+def test_a_state_too_large_for_flower_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gradveil.engines.flower.CONTEXT_BYTES", 1000)
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    assert run(strategy, LocalGrid(make_app(VeilMod(dgp()))), rounds=1) == {}
+    assert "gradveil-dir" in strategy.rejected[0].reason
+
+
+def test_the_store_survives_a_kill_and_refuses_company(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "a.safetensors")
+    with store.claimed():
+        assert store.load() == {}
+        store.save({"x": torch.ones(3)})
+        with pytest.raises(StateError, match="another process"), store.claimed():
+            pass
+    (tmp_path / "a.safetensors.tmp").write_bytes(b"half a file")  # killed while writing
+    assert torch.equal(store.load()["x"], torch.ones(3))
+    store.save({"x": torch.zeros(3)})
+    assert torch.equal(store.load()["x"], torch.zeros(3))
+    store.path.write_bytes(b"rubbish")
+    with pytest.raises(StateError, match="cannot read"):
+        store.load()
+
+
+def test_a_mask_that_does_not_fit_is_an_error_not_a_crash() -> None:
+    like = {"w": torch.zeros(9)}
+    for body in (b"", b"x", b"xxx"):
+        content = RecordDict({"gradveil-mask": ArrayRecord({"mask": records.blob(body, records.MASK)})})
+        with pytest.raises(WireError, match="9 positions"):
+            records.read_mask(content, like)
