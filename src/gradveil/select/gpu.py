@@ -21,6 +21,7 @@ AVAILABLE = importlib.util.find_spec("triton") is not None  # torch builds witho
 Bands = Sequence[tuple[int, int]]
 CHUNK = 16384  # entries of one program
 BLOCK = 2048  # entries in flight
+WARPS = 8
 BINS = 256
 SHIFTS = (24, 16, 8, 0)
 
@@ -91,12 +92,14 @@ class Selector:
         if not programs[0]:
             return
         where = (plan.chunks, plan.sizes, self._pointers, s)
-        fixed: dict[str, Any] = {"FEEDBACK": self._feedback, "CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": 8}
+        fixed: dict[str, Any] = {"FEEDBACK": self._feedback, "CHUNK": CHUNK, "BLOCK": BLOCK, "num_warps": WARPS}
         found = (self._prefixes, self._wanted, self._equal)
         self._scratch.zero_()
         for counts, shift in zip(self._counts, SHIFTS, strict=True):
             first = shift == SHIFTS[0]
-            kernels.count[programs](*where, self._prefixes, counts, SHIFT=shift, FIRST=first, BINS=BINS, **fixed)
+            kernels.count[programs](
+                *where, self._prefixes, self._equal, counts, SHIFT=shift, FIRST=first, BINS=BINS, **fixed
+            )
             kernels.pick[(s, 2)](counts, plan.ranks, *found, self.finite, FIRST=first, BINS=BINS)
         kernels.count_ties[programs](*where, *found, self._ties, **fixed)
         kernels.write[programs](*where, *found, self._ties, plan.first_chunk, **fixed)

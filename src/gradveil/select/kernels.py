@@ -32,6 +32,7 @@ def count(
     pointers,
     segments,
     prefixes,
+    equal,
     counts,
     SHIFT: tl.constexpr,
     FIRST: tl.constexpr,
@@ -48,39 +49,52 @@ def count(
     found_end = tl.zeros([BINS], tl.int32)
     top = tl.load(prefixes + 2 * segment).to(tl.uint32, bitcast=True)
     end = tl.load(prefixes + 2 * segment + 1).to(tl.uint32, bitcast=True)
-    for j in range(0, CHUNK, BLOCK):
-        if start + j < n:
-            i = start + j + tl.arange(0, BLOCK)
-            inside = i < n
-            v = tl.load(source + i, mask=inside, other=0.0)
-            if FIRST and FEEDBACK:
-                v += tl.load(residual + i, mask=inside, other=0.0)
-                tl.store(held + i, v, mask=inside)
-            digits = _key(v) >> SHIFT
-            if FIRST:
-                # What the last block reads past the end falls into bin 0 as zeros; take it off again.
-                found_top += tl.histogram(digits.to(tl.int32), BINS)
-                found_top -= tl.where(bins == 0, BLOCK - tl.sum(inside.to(tl.int32)), 0)
-            else:
-                found_top = _tally(found_top, counts + 2 * segment * BINS, digits, inside, top, bins, BLOCK, BINS)
-                found_end = _tally(found_end, counts + (2 * segment + 1) * BINS, digits, inside, end, bins, BLOCK, BINS)
-    # In the first pass both boundaries share one table.
-    tl.atomic_add(counts + 2 * segment * BINS + bins, found_top, mask=found_top > 0)
-    if not FIRST:
-        tl.atomic_add(counts + (2 * segment + 1) * BINS + bins, found_end, mask=found_end > 0)
+    # A histogram is worth it where many entries match, and spares one address where all are equal.
+    many_top = tl.load(equal + 2 * segment) * 16 > n
+    many_end = tl.load(equal + 2 * segment + 1) * 16 > n
+    matched_top = tl.zeros([BLOCK], tl.int32)
+    matched_end = tl.zeros([BLOCK], tl.int32)
+    blocks = tl.minimum(tl.cdiv(n - start, BLOCK), CHUNK // BLOCK)
+    for j in range(blocks):
+        i = start + j * BLOCK + tl.arange(0, BLOCK)
+        inside = i < n
+        v = tl.load(source + i, mask=inside, other=0.0)
+        if FIRST and FEEDBACK:
+            v += tl.load(residual + i, mask=inside, other=0.0)
+            tl.store(held + i, v, mask=inside)
+        digits = _key(v) >> SHIFT
+        if FIRST:
+            found_top += tl.histogram(digits.to(tl.int32), BINS)
+            matched_top += inside.to(tl.int32)
+        else:
+            found_top, matched_top = _tally(
+                found_top, matched_top, many_top, counts + 2 * segment * BINS, digits, inside, top, BINS
+            )
+            found_end, matched_end = _tally(
+                found_end, matched_end, many_end, counts + (2 * segment + 1) * BINS, digits, inside, end, BINS
+            )
+    # Entries that do not match, or lie past the end, were counted in bin 0; take them off again.
+    seen = (blocks * BLOCK).to(tl.int32)
+    if FIRST or many_top:
+        found_top -= tl.where(bins == 0, seen - tl.sum(matched_top), 0)
+        tl.atomic_add(counts + 2 * segment * BINS + bins, found_top, mask=found_top > 0)
+    if not FIRST:  # noqa: SIM102  (the first is known to the compiler, the second to the GPU)
+        if many_end:
+            found_end -= tl.where(bins == 0, seen - tl.sum(matched_end), 0)
+            tl.atomic_add(counts + (2 * segment + 1) * BINS + bins, found_end, mask=found_end > 0)
 
 
 @triton.jit
-def _tally(found, table, digits, inside, prefix, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
+def _tally(found, matched, many, table, digits, inside, prefix, BINS: tl.constexpr):
     """Count the last digit of the entries that begin with `prefix`: few of them one by one, many by a histogram."""
     match = inside & (digits // BINS == prefix)
-    hits = tl.sum(match.to(tl.int32))
     digit = (digits % BINS).to(tl.int32)
-    if hits > BLOCK // 64:
-        found += tl.histogram(tl.where(match, digit, 0), BINS) - tl.where(bins == 0, BLOCK - hits, 0)
-    elif hits > 0:
+    if many:
+        found += tl.histogram(tl.where(match, digit, 0), BINS)
+        matched += match.to(tl.int32)
+    else:
         tl.atomic_add(table + digit, match.to(tl.int32), mask=match)
-    return found
+    return found, matched
 
 
 @triton.jit
@@ -150,14 +164,14 @@ def _ties_before(ties, first, which, BLOCK: tl.constexpr):
 
 @triton.jit
 def _above(key, boundary, need, cut, seen):
-    """Say which entries rank above a boundary, given how many equal ones came before."""
+    """Say which entries rank above a boundary; only a boundary cut in two asks how many equal ones came before."""
     equal = key == boundary
+    above = (key > boundary) | (equal & (need > 0))
     if cut:
         order = seen + tl.cumsum(equal.to(tl.int32), axis=0) - 1
         above = (key > boundary) | (equal & (order < need))
-    else:
-        above = (key > boundary) | (equal & (need > 0))
-    return above, seen + tl.sum(equal.to(tl.int32))
+        seen += tl.sum(equal.to(tl.int32))
+    return above, seen
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import select, tree
 from ..core import Batch, Defense, Masks, State, Step
-from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, Identity, TopK
+from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, Hardened, Identity, TopK
 from ..errors import GradientError
 from ..select import gpu
 from ..veil import derive_rng
@@ -152,6 +152,32 @@ class Aligned(_Feedback):
         self._top.require_finite()
 
 
+class Noisy(_Feedback):
+    """The hardened release, tensor by tensor but for all users at once."""
+
+    def __init__(self, defense: Hardened, rows: Rows, job: Job) -> None:
+        super().__init__(defense, rows, feedback=True)
+        self._release = defense.release
+        self._job = job
+        self._noise = rows.scratch()
+
+    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
+        assert self.held is not None
+        rng = derive_rng(self._job.settings.seed, "all", round_, "noise", self._job.device.type)
+        self._noise.normal_(generator=rng)
+        sizes = self.rows.layout.sizes
+        parts = [torch.split(rows[:, : self.rows.layout.total], sizes, dim=1) for rows in self._buffers()]
+        for grads, residual, noise in zip(*parts, strict=True):
+            sent, held = self._release(grads, residual, noise)
+            grads.copy_(sent)
+            residual.copy_(held)
+        return self.rows.grads
+
+    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
+        assert self.held is not None
+        return self.rows.grads, self.held, self._noise
+
+
 class Each(Guard):
     """Any other defense, user by user, exactly as a `Veil` would apply it."""
 
@@ -233,6 +259,8 @@ def guard_for(defense: Defense, rows: Rows, job: Job) -> Guard:
         return Band(defense, operator, rows)
     if type(operator) is AlignedDualPrune:
         return Aligned(defense, operator, rows, job)
+    if type(defense) is Hardened:
+        return Noisy(defense, rows, job)
     return Each(defense, rows, job)
 
 
