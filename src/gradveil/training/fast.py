@@ -20,7 +20,7 @@ from ..core import Batch
 from ..errors import ConfigError, StateError
 from . import statistics
 from .checkpoint import Checkpoint, load_checkpoint, require_same, save_checkpoint
-from .compute import Compute
+from .compute import LANES, Compute
 from .guards import guard_for, require_finite_losses
 from .job import Job, evaluate, kernels, own_randomness
 from .probe import Probe
@@ -48,14 +48,14 @@ class FastTrainer:
     `deterministic`, a continued run gives the same bits as one that was never stopped.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, lanes: int = LANES) -> None:
         reason = unsupported(job)
         if reason:
             raise ConfigError(f"the fast engine cannot run this: {reason}; set engine to reference")
         self.job = job
         self.round = 0
         self.model = job.model
-        self._compute = Compute(job)
+        self._compute = Compute(job, lanes)
         self._guard = guard_for(job.defense, self._compute.rows, job)
         self._momentum = torch.zeros_like(self._compute.weights)
         sizes = torch.tensor(job.feed.sizes, device=job.device, dtype=torch.float32)

@@ -1,5 +1,7 @@
 """Who trains on which pictures, when, and how they are shifted: a pure function of the seed."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,6 +32,7 @@ class Feed:
         self.augment = augment
         self._pad = 0 if augment == "none" else max(1, min(data.input_shape[1:]) // 8)
         self._shape = data.input_shape[1:]
+        self.picture_entries = math.prod(data.input_shape)
         # Channels last, with a black border: one lookup then cuts the shifted picture out.
         padded = F.pad(data.images, (self._pad,) * 4)
         self._images = padded.permute(0, 2, 3, 1).contiguous().to(device)
