@@ -7,6 +7,9 @@ from .analytic import LinearReadout
 from .blind import Blind
 from .imprint import Imprint
 from .lowrank import LowRankCompletion
+from .matching import GradientMatching
+from .presets import deep_leakage, gi_paper, improved_deep_leakage, inverting_gradients, see_through_gradients
+from .progress import Progress, watch
 from .traps import TrapWeights
 
 
@@ -21,12 +24,20 @@ def missing(attack: Attack, threat: ThreatModel) -> list[Knowledge]:
 
 CLASSES: tuple[type[Attack], ...] = (
     Blind,
+    GradientMatching,
     LinearReadout,
     LowRankCompletion,
     Imprint,
     TrapWeights,
 )
-PRESETS: dict[str, Callable[..., Attack]] = {"rob": Imprint}
+PRESETS: dict[str, Callable[..., Attack]] = {
+    "inverting_gradients": inverting_gradients,
+    "gi_paper": gi_paper,
+    "see_through_gradients": see_through_gradients,
+    "deep_leakage": deep_leakage,
+    "improved_deep_leakage": improved_deep_leakage,
+    "rob": Imprint,
+}
 ATTACKS: dict[str, Callable[..., Attack]] = {**{c.key(): c for c in CLASSES}, **PRESETS}
 
 __all__ = [
@@ -34,9 +45,17 @@ __all__ = [
     "CLASSES",
     "PRESETS",
     "Blind",
+    "GradientMatching",
     "Imprint",
     "LinearReadout",
     "LowRankCompletion",
+    "Progress",
     "TrapWeights",
+    "deep_leakage",
+    "gi_paper",
+    "improved_deep_leakage",
+    "inverting_gradients",
     "missing",
+    "see_through_gradients",
+    "watch",
 ]

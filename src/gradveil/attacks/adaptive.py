@@ -1,0 +1,159 @@
+"""What an attacker who knows the defense makes of an upload: which numbers to compare, and how much each counts."""
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..core import Batch, Defense, Grads, LossFn, Observation, Step
+from ..errors import GradveilError
+from ..gradients import gradient
+from .space import device_of
+
+log = logging.getLogger(__name__)
+
+LOOKS_PRUNED = 0.4  # share of exact zeros in the middle tensor from which an upload counts as pruned
+BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
+BENT = 1e-2  # change of the values, relative to their size, that is worth imitating
+TRUST_FLOOR = 1e-3
+
+Response = Callable[[Tensor], Tensor]  # an own gradient [P] -> what the client would have sent of it
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a candidate's gradient is compared with; all vectors flat over all tensors, in the order of the upload."""
+
+    sent: Tensor  # [P], already multiplied by `weight`
+    weight: Tensor | None = None  # [P], multiplies the candidate's gradient; None stands for ones
+    low: Tensor | None = None  # [P], smallest and largest magnitude sent in the entry's tensor;
+    high: Tensor | None = None  # 0 and 0 where the entry was sent, so that no size violates the band
+    response: Response | None = None  # applied to the candidate's gradient before it is compared
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What a defense does to one tensor, found by trying it on a gradient of the attacker's own."""
+
+    prunes: bool  # sends exact zeros
+    noise: float  # standard deviation of what differs between two runs on the same gradient
+    bends: bool  # changes values for good by more than a common factor: rounds or clips them
+
+
+def flat(grads: Grads) -> Tensor:
+    """Return all tensors in one vector."""
+    return torch.cat([g.flatten() for g in grads.values()])
+
+
+class Imitation:
+    """The attacker's copy of the client's defense, in its first round, run on gradients of the attacker's own."""
+
+    def __init__(self, seen: Observation, defense: Defense) -> None:
+        self.defense, self.shapes = defense, {name: g.shape for name, g in seen.grads.items()}
+        self.model = copy.deepcopy(seen.model)
+        self.examples = seen.num_examples
+        device, rng = device_of(seen), torch.Generator().manual_seed(0)
+        x = torch.randn(seen.num_examples, *seen.input_shape, generator=rng).to(device)
+        y = torch.randint(seen.num_classes, (seen.num_examples,), generator=rng).to(device)
+        self.batch = Batch(x, y)  # stands in for the private one where the defense wants to look at it
+        self.round = seen.round
+
+    def __call__(self, own: Tensor, seed: int = 0) -> Tensor:
+        """Return what the defense makes of one flat gradient; raises `GradveilError` where it needs the client."""
+        parts = own.split([shape.numel() for shape in self.shapes.values()])
+        grads = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        if "per_example" in self.defense.needs:
+            grads = {name: g.expand(self.examples, *g.shape) for name, g in grads.items()}
+        rng = torch.Generator(own.device).manual_seed(seed)
+        step = Step(rng, self.round, self.model, self.batch)
+        state = self.defense.init(grads)
+        if "mask" in self.defense.needs:
+            step = replace(step, mask=self.defense.propose(grads, state, step))
+        return flat(self.defense.apply(grads, state, step)[0])
+
+    def behaviour(self, loss_fn: LossFn) -> list[Behaviour]:
+        """Return what the defense does to each tensor of a typical gradient.
+
+        The attacker runs the client's own code, so it needs no list of defenses. What differs between two runs is
+        noise; what both change alike, beyond a factor, is rounding or clipping.
+        """
+        rng = torch.Generator().manual_seed(1)
+        typical = []
+        for g in gradient(self.model, loss_fn, self.batch).values():
+            # A little noise of the tensor's own size: dead units must not pass for pruned ones.
+            jitter = torch.randn(g.shape, generator=rng).to(g) * (1e-3 * g.square().mean().sqrt() + 1e-12)
+            typical.append((g + jitter).flatten())
+        sizes = [t.numel() for t in typical]
+        runs = [self(torch.cat(typical), seed).split(sizes) for seed in (1, 2)]
+        return [_compare(*three) for three in zip(typical, *runs, strict=True)]
+
+
+def _compare(own: Tensor, one: Tensor, two: Tensor) -> Behaviour:
+    both = (one != 0) & (two != 0)
+    own, one, two = own[both], one[both], two[both]
+    if not own.numel():
+        return Behaviour(True, 0.0, False)
+    noise = float((one - two).square().mean().sqrt()) / 2**0.5
+    factor = (own * one).sum() / own.square().sum().clamp_min(1e-30)
+    bent = float((one - factor * own).square().mean().sqrt())
+    size = float(one.square().mean().sqrt())
+    return Behaviour(bool((~both).any()), noise, noise < BENT * size < bent)
+
+
+def looks_pruned(grads: Grads) -> bool:
+    """Say whether exact zeros are so common that they can only mean "not sent"."""
+    shares = sorted(float((g == 0).float().mean()) for g in grads.values() if g.numel() >= BIG_ENOUGH)
+    return bool(shares) and shares[len(shares) // 2] > LOOKS_PRUNED
+
+
+def aim(
+    seen: Observation, *, masked: str = "auto", weighting: str = "auto", reapply: str = "auto", band: bool = False
+) -> Target:
+    """Return what to compare candidates with; see `GradientMatching` for the arguments.
+
+    Where the defense is unknown, or cannot be imitated without the client, only exact zeros are evidence.
+    """
+    known: list[Behaviour] | None = None
+    imitation = None
+    if seen.defense is not None:
+        imitation = Imitation(seen, seen.defense)
+        try:
+            known = imitation.behaviour(seen.loss_fn)
+        except (GradveilError, ValueError, RuntimeError) as reason:
+            log.info("%s cannot be imitated (%s): going by what arrived", seen.defense.key(), reason)
+    guess = Behaviour(looks_pruned(seen.grads), 0.0, False)
+    tensors = list(zip(seen.grads.values(), known or [guess] * len(seen.grads), strict=True))
+    pruned = [masked == "always" or (masked == "auto" and does.prunes) for _, does in tensors]
+    weights = []
+    for (g, does), hidden in zip(tensors, pruned, strict=True):
+        weight = (g != 0).to(g.dtype) if hidden else torch.ones_like(g)
+        if weighting == "auto" and does.noise:
+            weight = weight * _trust(g, does.noise)
+        weights.append(weight.flatten())
+    weight = torch.cat(weights)
+    edges = [_band(g) if hidden else (torch.zeros_like(g),) * 2 for (g, _), hidden in zip(tensors, pruned, strict=True)]
+    bends = reapply == "always" or (reapply == "auto" and any(does.bends for _, does in tensors))
+    return Target(
+        flat(seen.grads) * weight,
+        None if bool((weight == 1).all()) else weight,
+        torch.cat([low.flatten() for low, _ in edges]) if band else None,
+        torch.cat([high.flatten() for _, high in edges]) if band else None,
+        imitation if bends else None,
+    )
+
+
+def _trust(g: Tensor, noise: float) -> Tensor:
+    """Return the share of a tensor's energy that is signal, by what its noise is known to add."""
+    energy = g.square().sum() / (g != 0).sum().clamp_min(1)
+    return ((energy - noise**2) / energy.clamp_min(1e-30)).clamp_min(TRUST_FLOOR)
+
+
+def _band(g: Tensor) -> tuple[Tensor, Tensor]:
+    sent, size, none = g != 0, g.abs(), torch.zeros_like(g)
+    if not bool(sent.any()):
+        return none, none
+    low = torch.where(sent, size, torch.inf).amin()
+    return torch.where(sent, none, low), torch.where(sent, none, size.amax())

@@ -1,0 +1,40 @@
+"""Recording a step as a CUDA graph: thousands of tiny kernels launched as one."""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+WARM_UPS = 3  # steps before recording, so that libraries have chosen their kernels and workspaces
+
+
+def captured(step: Callable[[], None], buffers: Sequence[Tensor]) -> Callable[[], None]:
+    """Return a function that does what `step` does, as one graph launch; `step` itself where recording fails.
+
+    `step` must work in place on tensors that stay where they are. `buffers` are all it changes: they are put back
+    after the warm-up, so that recording leaves no trace.
+    """
+    saved = [b.detach().clone() for b in buffers]
+    try:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    except RuntimeError as reason:  # an operation that cannot be recorded, such as a copy to the CPU
+        if isinstance(reason, torch.cuda.OutOfMemoryError):
+            raise
+        log.warning("the step cannot be recorded as a CUDA graph, running it eagerly: %s", reason)
+        torch.cuda.synchronize()
+        graph = None
+    finally:
+        for buffer, old in zip(buffers, saved, strict=True):
+            buffer.detach().copy_(old)
+    return step if graph is None else graph.replay

@@ -1,0 +1,91 @@
+"""The cost of candidates: how badly their gradients fit the upload, and how little they look like pictures."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import objectives
+from .adaptive import Target
+from .simulate import Simulator
+
+BAND_FROM = 0.2  # share of the steps after which the band counts: before, a candidate's sizes mean little
+GROUP_FROM = 0.25  # and after which the candidates of one upload draw together
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What is added up, and with which weights."""
+
+    objective: str = "cosine"
+    normalise: bool = True
+    tv: float = 0.0
+    band: float = 0.0
+    bn: float = 0.0
+    l2: float = 0.0
+    group: float = 0.0
+    siblings: int = 1  # neighbouring rows that attack the same upload
+
+
+class MatchingCost:
+    """`self(variables, progress)` for rows of candidates; see `optimise.Cost`.
+
+    Variables are the candidates `[N, B, ...]` and, where `labels` is None, label logits `[N, B, C]`.
+    """
+
+    def __init__(self, simulate: Simulator, targets: Sequence[Target], labels: Tensor | None, terms: Terms) -> None:
+        self.simulate, self.labels, self.terms = simulate, labels, terms
+        self.sent = torch.stack([t.sent for t in targets])
+        self.weight = _stack([t.weight for t in targets], 1.0, self.sent)
+        self.low = _stack([t.low for t in targets], 0.0, self.sent)
+        self.high = _stack([t.high for t in targets], 0.0, self.sent)
+        self.responses = [t.response for t in targets if t.response is not None]
+
+    def __call__(self, variables: Sequence[Tensor], progress: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is minimised and the matching loss inside it, one value per row each."""
+        x, terms = variables[0], self.terms
+        mine, gap = self.simulate(x, self.labels if self.labels is not None else variables[1].softmax(-1))
+        seen = mine if not self.responses else self._defended(mine)
+        seen = seen if self.weight is None else seen * self.weight
+        if terms.objective == "cosine":
+            match = objectives.cosine(seen, self.sent)
+        else:
+            match = objectives.l2(seen, self.sent, terms.normalise)
+        total = match
+        if terms.tv and x.dim() >= 4:
+            total = total + terms.tv * objectives.total_variation(x)
+        if terms.l2:
+            total = total + terms.l2 * 0.5 * x.square().flatten(1).mean(1)
+        if gap is not None:
+            total = total + terms.bn * gap
+        if self.low is not None and self.high is not None:
+            total = total + terms.band * (progress >= BAND_FROM) * self._outside(mine, self.low, self.high)
+        if terms.group:
+            total = total + terms.group * (progress >= GROUP_FROM) * self._apart(x)
+        return total, match
+
+    def _defended(self, mine: Tensor) -> Tensor:
+        """Return the values a client would have sent, with the slope of those it had.
+
+        Rounding has no slope of its own, so the candidate's passes straight through. An entry that the candidate's own
+        selection drops counts as zero; in a masked comparison it did arrive, so there it stays as it is.
+        """
+        with torch.no_grad():
+            sent = torch.stack([respond(row) for respond, row in zip(self.responses, mine, strict=True)])
+        rounded = mine + (sent - mine).detach()
+        return torch.where(sent != 0, rounded, 0.0 if self.weight is None else mine)
+
+    def _outside(self, mine: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        energy = self.sent.square().sum(1).clamp_min(objectives.FLOOR)
+        return objectives.band_violation(mine, low, high).square().sum(1) / energy
+
+    def _apart(self, x: Tensor) -> Tensor:
+        together = x.view(-1, self.terms.siblings, *x.shape[1:])
+        return (together - together.mean(1, keepdim=True)).view_as(x).square().flatten(1).mean(1)
+
+
+def _stack(parts: Sequence[Tensor | None], default: float, like: Tensor) -> Tensor | None:
+    if all(part is None for part in parts):
+        return None
+    return torch.stack([torch.full_like(like[0], default) if part is None else part for part in parts])

@@ -1,0 +1,198 @@
+"""Gradient matching: search for pictures whose gradient looks like the one that was sent."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import check
+from ..core import Attack, Knowledge, Observation, Reconstruction
+from ..models.inspect import has_batchnorm
+from .adaptive import Target, aim
+from .bypass import before_bottleneck
+from .cost import MatchingCost, Terms
+from .labels import infer_labels
+from .optimise import Descent, minimise
+from .simulate import simulator
+from .space import alike, box, device_of, start, trained_statistics
+
+log = logging.getLogger(__name__)
+
+CPU_BYTES = 2**30  # working memory of one group of candidates on a CPU; beyond it, going on in turns is as fast
+COPIES = 8  # vectors as long as the gradient that one candidate needs
+
+
+@dataclass(frozen=True)
+class GradientMatching(Attack):
+    """Descend from noise until a candidate's gradient matches what arrived; many uploads and restarts at once.
+
+    Where the observation carries the defense, the attack adapts to it (see `gradveil.attacks.adaptive`): it compares
+    only what was sent, trusts each tensor by its noise, and goes round a stochastic bottleneck. `masked="never"` with
+    `weighting="none"` is the attacker most papers measure, who does not.
+
+    Guarantees: the same generator gives the same result on the same CPU; neither the observation nor its model is
+    changed; among restarts the one with the lowest own loss is returned, and the last iterate of it.
+
+    Args:
+        objective: "cosine" or "l2".
+        normalise: Divide the squared distance by the squared length of what was sent (l2 only).
+        optimizer: "adam", or "lbfgs" without line search, which gives up on a row that diverges.
+        signed: Feed only the sign of the slope to Adam.
+        lr: Learning rate.
+        steps: Number of steps at most.
+        decay: "step" (a tenth after 3/8, 5/8, 7/8 of the steps), "cosine" with a short warm-up, or "none".
+        tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others.
+        restarts: Candidates per upload, attacked together.
+        box: Keep pixels within 0..1.
+        init: "normal" in model-input space, or "uniform" in pixel space.
+        labels: "infer" them from the classifier unless granted; "joint" optimises them even so.
+        masked: Compare only what was sent: "auto" where the defense prunes, "always", or "never".
+        weighting: "auto" trusts a tensor by its share of signal where the defense is noisy; "none".
+        reapply: Put the candidate's gradient through the defense as well: "auto" where that rounds or clips, "always",
+            or "never".
+        band: Weight of the penalty on unsent entries that lie inside the sent band.
+        bn: Weight of the BatchNorm statistics; left out where they are still those of an untrained model.
+        l2: Weight of the mean squared input.
+        group: Weight that draws the restarts of one upload together.
+        langevin: Noise per step, in learning rates.
+        stop: Matching loss at which an upload counts as solved; 0 never stops early.
+        split: Whether a client of several local steps used its examples in turn instead of all in every step.
+        chunk: Candidates attacked together at most; None fits them to the memory.
+    """
+
+    objective: str = "cosine"
+    normalise: bool = True
+    optimizer: str = "adam"
+    signed: bool = True
+    lr: float = 0.1
+    steps: int = 2500
+    decay: str = "step"
+    tv: float | None = None
+    restarts: int = 1
+    box: bool = True
+    init: str = "normal"
+    labels: str = "infer"
+    masked: str = "auto"
+    weighting: str = "auto"
+    reapply: str = "auto"
+    band: float = 0.0
+    bn: float = 0.0
+    l2: float = 0.0
+    group: float = 0.0
+    langevin: float = 0.0
+    stop: float = 0.0
+    split: bool = False
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        check.one_of(("cosine", "l2"), objective=self.objective)
+        check.one_of(("adam", "lbfgs"), optimizer=self.optimizer)
+        check.one_of(("step", "cosine", "none"), decay=self.decay)
+        check.one_of(("normal", "uniform"), init=self.init)
+        check.one_of(("infer", "joint"), labels=self.labels)
+        check.one_of(("auto", "always", "never"), masked=self.masked, reapply=self.reapply)
+        check.one_of(("auto", "none"), weighting=self.weighting)
+        check.positive(lr=self.lr)
+        check.at_least(1, steps=self.steps, restarts=self.restarts, chunk=1 if self.chunk is None else self.chunk)
+        check.non_negative(tv=self.tv or 0.0, band=self.band, bn=self.bn, l2=self.l2, group=self.group)
+        check.non_negative(langevin=self.langevin, stop=self.stop)
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset({"statistics"}) if self.bn else frozenset()
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        return self.run_many([seen], [rng])[0]
+
+    def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
+        return self.run_at(seen, [None] * len(seen), rngs)
+
+    def run_at(
+        self, seen: Sequence[Observation], targets: Sequence[Target | None], rngs: Sequence[torch.Generator]
+    ) -> list[Reconstruction]:
+        """Attack several uploads, each compared with its target if one is given instead of with what it shows itself.
+
+        Uploads of equal clients (same weights, shapes and batch size) are attacked together.
+        """
+        seeds = [int(torch.randint(2**62, (), generator=rng, device=rng.device)) for rng in rngs]
+        clients = [_Client(one, target, seed) for one, target, seed in zip(seen, targets, seeds, strict=True)]
+        found: dict[int, Reconstruction] = {}
+        for group in alike(seen):
+            size = max(self._candidates(seen[group[0]]) // self.restarts, 1)
+            for i in range(0, len(group), size):
+                part = group[i : i + size]
+                found |= dict(zip(part, self._fitting([clients[j] for j in part]), strict=True))
+        return [found[i] for i in range(len(seen))]
+
+    def aim(self, seen: Observation) -> Target:
+        """Return what candidates for this upload are compared with."""
+        return aim(seen, masked=self.masked, weighting=self.weighting, reapply=self.reapply, band=self.band > 0)
+
+    def cost(self, seen: Observation, targets: Sequence[Target], labels: Tensor | None) -> MatchingCost:
+        """Return the cost of candidates for uploads of clients like `seen`."""
+        tv = (1e-4 if has_batchnorm(seen.model) else 1e-2) if self.tv is None else self.tv
+        bn = self.bn if self.bn and trained_statistics(seen.model) else 0.0
+        terms = Terms(self.objective, self.normalise, tv, self.band, bn, self.l2, self.group, self.restarts)
+        return MatchingCost(simulator(seen, statistics=bn > 0, split=self.split), targets, labels, terms)
+
+    def _candidates(self, seen: Observation) -> int:
+        if self.chunk is not None:
+            return self.chunk
+        if device_of(seen).type == "cuda":
+            return 2**30
+        return max(CPU_BYTES // (COPIES * 4 * sum(g.numel() for g in seen.grads.values())), 1)
+
+    def _fitting(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
+        """Attack them together, or in halves where the memory of the GPU does not do."""
+        try:
+            return self._together(clients)
+        except torch.cuda.OutOfMemoryError:
+            if len(clients) == 1:
+                raise
+        torch.cuda.empty_cache()
+        log.info("%d uploads do not fit the GPU together: attacking them in halves", len(clients))
+        half = len(clients) // 2
+        return [*self._fitting(clients[:half]), *self._fitting(clients[half:])]
+
+    def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
+        each = self.restarts
+        views = [before_bottleneck(c.seen) for c in clients]
+        first = views[0]
+        aims = [c.target or self.aim(v) for c, v in zip(clients, views, strict=True)]
+        rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
+        begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
+        labels = None
+        if self.labels == "joint":
+            shape = (first.num_examples, first.num_classes)
+            begin.append(torch.stack([torch.randn(shape, generator=rng) for rng in rngs]).to(begin[0].device))
+        else:
+            guessed = [infer_labels(v) if v.labels is None else v.labels.to(begin[0].device) for v in views]
+            labels = torch.stack(guessed).repeat_interleave(each, 0)
+        cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
+        how = Descent(
+            self.optimizer, self.lr, self.steps, self.signed, self.decay, self.langevin, self.stop, siblings=each
+        )
+        found, losses, done = minimise(cost, begin, how, rngs, box(first) if self.box else None)
+        best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each
+        return [
+            Reconstruction(found[0][i], self._named(c, labels, found, i), float(losses[i]), {"steps": done})
+            for c, i in zip(clients, best.tolist(), strict=True)
+        ]
+
+    def _named(self, client: "_Client", labels: Tensor | None, found: Sequence[Tensor], row: int) -> Tensor:
+        if client.seen.labels is not None:
+            return client.seen.labels
+        if labels is None:
+            return found[1][row].argmax(-1)
+        return labels[row] if not labels.is_floating_point() else infer_labels(client.seen)
+
+
+class _Client(NamedTuple):
+    """One upload under attack."""
+
+    seen: Observation
+    target: Target | None
+    seed: int

@@ -1,0 +1,67 @@
+"""Published attacks as settings of the one loop; every field of `GradientMatching` can be given to change them."""
+
+from dataclasses import replace
+from typing import Any
+
+from .matching import GradientMatching
+
+
+def inverting_gradients(**changes: Any) -> GradientMatching:
+    """IG: cosine distance, signed Adam, total variation, three drops of the rate.
+
+    Reference: Geiping et al., "Inverting Gradients - How easy is it to break privacy in federated learning?".
+    """
+    return replace(GradientMatching(), **changes)
+
+
+def gi_paper(**changes: Any) -> GradientMatching:
+    """GI as the dual-pruning paper ran it: the loop of IG with the plain squared distance."""
+    return replace(GradientMatching(objective="l2", normalise=False), **changes)
+
+
+def see_through_gradients(**changes: Any) -> GradientMatching:
+    """GI in full: squared distance, BatchNorm statistics, image priors, several seeds drawn to their mean.
+
+    The original registers the seeds before it averages them; here they are averaged pixel by pixel.
+
+    Reference: Yin et al., "See through Gradients: Image Batch Recovery via GradInversion".
+    """
+    full = GradientMatching(
+        objective="l2",
+        signed=False,
+        decay="cosine",
+        tv=1e-3,
+        restarts=4,
+        bn=1.0,
+        l2=1e-5,
+        group=0.01,
+        langevin=0.01,
+    )
+    return replace(full, **changes)
+
+
+def deep_leakage(**changes: Any) -> GradientMatching:
+    """DLG: squared distance, L-BFGS, labels searched along with the pictures; for smooth activations.
+
+    Reference: Zhu et al., "Deep Leakage from Gradients".
+    """
+    dlg = GradientMatching(
+        objective="l2",
+        normalise=False,
+        optimizer="lbfgs",
+        signed=False,
+        lr=1.0,
+        steps=6000,  # 300 times 20 inner iterations
+        decay="none",
+        tv=0.0,
+        restarts=5,
+        box=False,
+        labels="joint",
+        stop=1e-6,
+    )
+    return replace(dlg, **changes)
+
+
+def improved_deep_leakage(**changes: Any) -> GradientMatching:
+    """DLG with the labels read off the classifier first. Zhao et al., "iDLG: Improved Deep Leakage from Gradients"."""
+    return replace(deep_leakage(), **{"labels": "infer", **changes})
