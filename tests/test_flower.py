@@ -21,14 +21,30 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
 from flwr.supercore.task_identity import TaskIdentity
 
-from gradveil import AlignedDualPrune, Batch, Defense, Identity, Step, Veil, adgp, dgp, local_update, tree, wire
+from gradveil import (
+    AlignedDualPrune,
+    Batch,
+    Chain,
+    Defense,
+    ErrorFeedback,
+    Identity,
+    Step,
+    Veil,
+    adgp,
+    dgp,
+    local_update,
+    tree,
+    wire,
+)
 from gradveil.defenses import DPNoise
 from gradveil.engines import flower_records as records
 from gradveil.engines.flower import VeilMod
+from gradveil.engines.flower_secure import SecureFedAvg, SecureVeilMod
 from gradveil.engines.flower_strategy import VeiledFedAvg
+from gradveil.engines.secure import FixedPoint, add_up, blind, new_key
 from gradveil.engines.store import FileStore
 from gradveil.engines.vote import vote
-from gradveil.errors import NeedError, StateError, WireError
+from gradveil.errors import EngineError, NeedError, StateError, WireError
 
 CLIENTS = 4
 loss_fn = nn.CrossEntropyLoss()
@@ -494,6 +510,97 @@ def _step() -> Any:
 
 def _largest(values: Tensor, count: int) -> Tensor:
     return torch.zeros_like(values, dtype=torch.bool).index_fill(0, values.abs().topk(count).indices, True)
+
+
+# ------------------------------------------------------------------------------------- secure aggregation
+
+SECURE = ErrorFeedback(Chain(AlignedDualPrune(), FixedPoint()))
+
+
+def uploads(grid: LocalGrid, mask: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """What each client sent last, out of its own memory."""
+    like = {n: torch.zeros(m.shape) for n, m in mask.items()}
+    bodies = [tree_of(context)["upload.body"].numpy().tobytes() for context in grid.contexts.values()]
+    return [wire.decode(body, like=like, within=mask) for body in bodies]
+
+
+def test_the_server_learns_the_sum_and_nothing_else() -> None:
+    seen: list[Tensor] = []
+
+    def keep(replies: list[Message]) -> list[Message]:
+        for reply in replies:
+            if reply.has_content() and "arrays" in reply.content:
+                seen.append(torch.frombuffer(bytearray(reply.content["arrays"]["update"].data), dtype=torch.uint8))
+        return replies
+
+    grid = LocalGrid(make_app(SecureVeilMod(SECURE)), keep)
+    strategy = SecureFedAvg(SECURE, fraction_evaluate=0.0)
+    model = run(strategy, grid, rounds=1)
+    assert not strategy.rejected
+    assert strategy.last_sum is not None
+    assert strategy._round is not None
+    assert strategy._round.mask is not None
+    sent = uploads(grid, strategy._round.mask)
+    for name, total in strategy.last_sum.items():
+        assert torch.equal(total, sum(one[name] for one in sent))  # type: ignore[arg-type]
+        torch.testing.assert_close(model[name], build_model().state_dict()[name] - total / CLIENTS)
+    for body in seen:  # every byte value about equally often; plain words would be nearly all 0x00 and 0xff on top
+        counts = torch.bincount(body.long(), minlength=256).float()
+        assert float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < 400  # chi-squared, 255 degrees
+    plain = FixedPoint().to_words(sent[0], strategy._round.mask)
+    assert all(plain.tobytes() != body.numpy().tobytes() for body in seen)
+
+
+@pytest.mark.parametrize("fault", ["drop", "garbage"])
+def test_a_missing_or_false_vector_voids_the_round_and_loses_nothing(fault: str) -> None:
+    active = True
+
+    def meddle(replies: list[Message]) -> list[Message]:
+        if active and "arrays" in replies[0].content:
+            if fault == "drop":
+                return replies[1:]
+            _with_body(replies[0], lambda body: os.urandom(len(body)))
+        return replies
+
+    grid = LocalGrid(make_app(SecureVeilMod(SECURE)), meddle)
+    strategy = SecureFedAvg(SECURE, fraction_evaluate=0.0)
+    assert run(strategy, grid, rounds=2) == {}
+    active = False
+    assert run(strategy, grid, rounds=1)
+    memory = tree_of(grid.contexts[node(0)])
+    update = tree.zeros_like(dict(build_model().state_dict()))
+    for round_ in (1, 2, 1):
+        step = local_update(build_model(), loss_fn, [batch_of(0, round_)], lr=0.5)
+        update = tree.add(update, step)
+    held = tree.only("veil.state.residual", memory)
+    assert strategy._round is not None
+    assert strategy._round.mask is not None
+    sent = uploads(grid, strategy._round.mask)[0]
+    for name in update:
+        torch.testing.assert_close(held[name] + sent[name], update[name], rtol=0, atol=1e-5)
+
+
+def test_a_secure_client_sends_nothing_to_a_curious_server() -> None:
+    strategy = VeiledFedAvg(SECURE, fraction_evaluate=0.0)
+    assert run(strategy, LocalGrid(make_app(SecureVeilMod(SECURE))), rounds=1) == {}
+    assert "nothing is sent in the clear" in strategy.rejected[0].reason
+    with pytest.raises(EngineError, match="does not round"):
+        SecureVeilMod(adgp())
+
+
+def test_streams_cancel_and_bad_keys_are_refused() -> None:
+    pairs = [new_key() for _ in range(3)]
+    keys = [public for _, public in pairs]
+    words = [torch.randint(2**32, (1001,)).numpy().astype("uint32") for _ in pairs]
+    hidden = {
+        i: blind(w, secret, keys, b"round 1") for i, (w, (secret, _)) in enumerate(zip(words, pairs, strict=True))
+    }
+    assert (add_up(hidden) == words[0] + words[1] + words[2]).all()
+    other = blind(words[0], pairs[0][0], keys, b"round 2")
+    assert (other != hidden[0]).mean() > 0.99
+    for bad in (keys[:2], [keys[0], keys[1], keys[1]], keys[1:], [keys[0], keys[1], bytes(32)]):
+        with pytest.raises(EngineError):
+            blind(words[0], pairs[0][0], bad, b"round 1")
 
 
 # ------------------------------------------------------------------------------------- memory in files

@@ -22,7 +22,7 @@ from ..errors import GradveilError, NeedError, StateError
 from ..veil import Veil
 from . import flower_records as records
 from .flower_download import held, receive
-from .store import Courier, FileStore
+from .store import Courier, FileStore, Upload
 
 Handler = Callable[[Message, Context], Message]
 
@@ -112,6 +112,8 @@ class VeilMod:
         store = self._store(context, request.job)
         with store.claimed():
             memory = store.load()
+            if request.ask == "key":
+                return self._offer_key(message, store, memory)
             arrived, before = self._open_model(message, request, memory)
             like = records.parameters_of(before, self.local)
             mask = self._open_mask(message, like)
@@ -126,7 +128,7 @@ class VeilMod:
                 return Message(records.mask_content(courier.veil.propose(grads)), reply_to=message)
             upload = courier.send(grads, examples, mask)
             content = RecordDict({
-                request.key: ArrayRecord({"update": records.blob(upload.payload.body, records.UPDATE),
+                request.key: ArrayRecord({"update": self._wrap(upload, request, like, memory),
                                           **self._sent_buffers(after)}),
                 **{key: MetricRecord(numbers) for key, numbers in records.numbers_of(reply.content).items()},
                 records.OURS: ConfigRecord({"upload": upload.id, "round": request.round, **_holds(request)}),
@@ -134,6 +136,13 @@ class VeilMod:
             own = tree.under("buffer", {n: t for n, t in after.items() if self._stays(n)})
             store.save({**courier.memory(), **own, **held(request, arrived)})  # last: nothing after it can fail
             return Message(content, reply_to=message)
+
+    def _wrap(self, upload: Upload, request: records.Request, like: Grads, memory: Tensors) -> Array:
+        """Return the array that leaves."""
+        return records.blob(upload.payload.body, records.UPDATE)
+
+    def _offer_key(self, message: Message, store: FileStore | ContextStore, memory: Tensors) -> Message:
+        raise NeedError("the server wants secure aggregation: use SecureVeilMod")
 
     def _other(self, message: Message, context: Context, call_next: Handler) -> Message:
         """Let the app answer with metrics; it sees the model with this node's own buffers."""

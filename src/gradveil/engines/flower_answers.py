@@ -1,7 +1,7 @@
 """What the server makes of an answer: everything is checked, and anything wrong is a `GradveilError`."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flwr.app import Message, RecordDict
 
@@ -42,9 +42,7 @@ class Round:
         if ours.get("round") != self.number or not isinstance(upload, int):
             raise WireError(f"the answer belongs to round {ours.get('round')}, not to {self.number}")
         arrays = records.model_record(content)[1]
-        body = records.body_of(arrays.get("update"), records.UPDATE)
-        update = wire.decode(body, like=self.like, within=self.mask)
-        tree.require_finite(update)
+        update = self.decode(arrays.get("update"))
         buffers: Tensors = {}
         if "buffers" in arrays:
             body = records.body_of(arrays["buffers"], records.BUFFERS)
@@ -52,6 +50,12 @@ class Round:
             tree.require_finite(buffers)
         examples, metrics = metrics_of(content, self.weight_key, self.max_examples)
         return Accepted(reply.metadata.src_node_id, upload, update, buffers, examples, metrics, holds(content))
+
+    def decode(self, array: Any) -> Grads:
+        """Return the update in the array that came."""
+        update = wire.decode(records.body_of(array, records.UPDATE), like=self.like, within=self.mask)
+        tree.require_finite(update)
+        return update
 
 
 def content_of(reply: Message) -> RecordDict:

@@ -32,10 +32,11 @@ class Request:
     round: int
     last: int | None = None  # the upload of this node that was used last, if the server knows the node
     used: tuple[int, ...] = ()  # for a node it does not know: every upload it may have used
-    ask: str = "update"  # or "mask"
+    ask: str = "update"  # or "mask", or "key" (secure aggregation)
     key: str = "arrays"  # where the app expects the model
     version: int | None = None  # of the model, if the node is to keep it
     base: int | None = None  # the version the node holds already: only what changed comes along
+    keys: tuple[bytes, ...] = ()  # of all clients of a secure round
 
     def record(self) -> ConfigRecord:
         """Return this request as a record."""
@@ -48,8 +49,9 @@ class Request:
         record = message.content.config_records.get(OURS, {})
         if not {"job", "round"} <= set(record):
             raise NeedError("the server sends no gradveil record: use gradveil.engines.flower_strategy.VeiledFedAvg")
-        known: dict[str, Any] = {f.name: record[f.name] for f in fields(cls) if f.name in record}
-        return cls(**{**known, "used": tuple(known.get("used", ()))})
+        known = {f.name: record[f.name] for f in fields(cls) if f.name in record}
+        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in known.items()}
+        return cls(**values)
 
 
 def blob(body: bytes, kind: str) -> Array:

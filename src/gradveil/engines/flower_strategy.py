@@ -9,6 +9,7 @@ import logging
 import random
 import secrets
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 
 from .. import check, tree
-from ..core import Defense, Masks, Tensors
+from ..core import Defense, Grads, Masks, Tensors
 from ..errors import GradveilError, StateError, WireError
 from . import flower_records as records
 from .flower import aligned_part
@@ -83,6 +84,8 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         self._download = Sender()
         self._timeout = 3600.0
         self._round: Round | None = None
+        self._kind_of_round: type[Round] = Round
+        self._keys: tuple[bytes, ...] = ()
         self._waiting: set[int] = set()
 
     def resume(self) -> ArrayRecord | None:
@@ -105,18 +108,18 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
         """Return this round's requests, after asking for the mask in aligned rounds."""
-        messages = list(super().configure_train(server_round, arrays, config, grid))
+        messages = self._invite(server_round, list(super().configure_train(server_round, arrays, config, grid)), grid)
         self._waiting = {message.metadata.dst_node_id for message in messages}
         model = records.tensors_of(arrays)
         like = records.parameters_of(model, self.local)
-        this = Round(server_round, model, like, None, self.weighted_by_key, self.max_examples)
+        this = self._kind_of_round(server_round, model, like, None, self.weighted_by_key, self.max_examples)
         extra: dict[str, Any] = {}
         if self._aligned is not None and messages:
             mask = self._ask_for_mask(this, messages[0].content, grid)
             if mask is None:
                 log.warning("round %d: no client could propose a mask; the round is left out", server_round)
                 return []
-            this = Round(server_round, model, like, mask, self.weighted_by_key, self.max_examples)
+            this = replace(this, mask=mask)
             extra = dict(records.mask_content(mask))
         self._round = this
         return [self._addressed(message, server_round, extra) for message in messages]
@@ -136,8 +139,12 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         if not accepted or self._round is None:
             return None, None
         accepted.sort(key=lambda part: part.node)  # the sum must not depend on who was faster
+        try:
+            update = self._mean(accepted)
+        except WireError as error:
+            log.warning("round %d: nothing is used: %s", server_round, error)
+            return None, None
         weights = [part.examples for part in accepted]
-        update = tree.weighted_mean([part.update for part in accepted], weights)
         complete = all(part.buffers for part in accepted)
         buffers = tree.weighted_mean([part.buffers for part in accepted], weights) if complete else {}
         model = records.apply_update(self._round.model, update) | buffers
@@ -160,6 +167,14 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
                 self._reject(server_round, reply, str(error))
         return self._combined(good, self.evaluate_metrics_aggr_fn) if good else None
 
+    def _invite(self, server_round: int, messages: list[Message], grid: Grid) -> list[Message]:
+        """Return the messages of those who take part."""
+        return messages
+
+    def _mean(self, accepted: list[Accepted]) -> Grads:
+        """Return the mean update; a `WireError` voids the round."""
+        return tree.weighted_mean([part.update for part in accepted], [part.examples for part in accepted])
+
     def _accept(self, server_round: int, reply: Message) -> Accepted | None:
         try:
             if self._round is None or self._round.number != server_round:
@@ -179,6 +194,7 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         node = message.metadata.dst_node_id
         last = self.used.get(node)
         request = records.Request(
+            keys=self._keys if ask == "update" else (),
             job=self.job,
             round=server_round,
             last=last,
