@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gradveil import AlignedDualPrune, DualPrune, Step, wire
 from gradveil.core import Grads
 from gradveil.errors import GradientError, WireError
-from gradveil.wire import kernels
 from gradveil.wire.frame import Positions, Values, read_frame
+from gradveil.wire.jit import compiled
 from gradveil.wire.symbols import GROWING, GROWING_ALPHABET, growing_symbols
 
 SIGNED = {
@@ -286,4 +286,4 @@ def test_kernels_compile_where_no_folder_can_be_written(monkeypatch):
         return real(**options)
 
     monkeypatch.setattr(numba, "njit", read_only)
-    assert kernels.compiled(lambda x: x + 1)(1) == 2
+    assert compiled(lambda x: x + 1)(1) == 2

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core import Grads, Masks
 from ..errors import GradientError, WireError
-from . import kernels
+from . import passes
 from .frame import MAX_TENSOR, Bytes, Entry, Frame, Kind, Positions, Reader, Values, kind_of, read_frame, write_frame
 from .positions import read_flags, read_indices, write_positions
 from .values import Patterns, read_values, write_plain, write_values
@@ -72,9 +72,13 @@ def _encode_tensor(name: str, tensor: Tensor, mask: Mask | None) -> tuple[Entry,
         raise ValueError(f"{name} has {tensor.numel()} entries, a tensor on the wire at most {MAX_TENSOR}: split it")
     bits = tensor.detach().reshape(-1).view(kind.signed).cpu().numpy().view(kind.bits)
     magnitude_mask = kind.bits(kind.magnitude_mask)
-    inside = mask is not None and not bool((bits[~mask] & magnitude_mask).any())
-    if inside:
-        bits = bits[mask]
+    covered = None if mask is None else bits[mask]
+    # Where something was sent outside the mask, as noise can be, positions are counted among all entries.
+    inside = covered is not None and np.count_nonzero(covered & magnitude_mask) == np.count_nonzero(
+        bits & magnitude_mask
+    )
+    if covered is not None and inside:
+        bits = covered
     flags, sent = _scan(bits, kind)
     if sent.size and int((sent & magnitude_mask).max()) >= kind.infinity:
         raise GradientError(f"{name} holds NaN or infinity: skip this batch, it must not be sent")
@@ -96,7 +100,7 @@ def _scan(bits: Patterns, kind: Kind) -> tuple[Bytes, Patterns]:
         return np.packbits(is_sent, bitorder="little"), bits[is_sent]
     flags = np.zeros(-(-bits.size // 8), np.uint8)
     sent = np.empty(bits.size + 1, np.uint32)
-    count = kernels.scan(bits.astype(np.uint32, copy=False), np.uint32(magnitude_mask), flags, sent)
+    count = passes.scan(bits.astype(np.uint32, copy=False), np.uint32(magnitude_mask), flags, sent)
     return flags, sent[:count]
 
 
@@ -122,7 +126,7 @@ def _decode_tensor(entry: Entry, where: Bytes, what: Bytes, mask: Mask | None) -
         flags = read_flags(mode, places, n, count)
         sent = read_values(entry.values, values, count, kind)
         out = np.zeros(n, kind.bits)
-        kernels.scatter(flags, sent, out)
+        passes.scatter(flags, sent, out)
     places.finish()
     values.finish()
     if mask is None:

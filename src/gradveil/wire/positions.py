@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from . import kernels
+from . import streams
 from .frame import SPARSEST_FLAGS, Bytes, Positions, Reader, Words
 from .symbols import (
     GROWING,
@@ -54,7 +54,7 @@ def read_flags(mode: Positions, reader: Reader, n: int, count: int) -> Bytes:
         flags = _join(read_stream(reader, reader.rest().size, 2 * size, _even_frequency(n, count)))
     if n % 8 and flags[-1] >> n % 8:
         reader.refuse("points beyond the end of the tensor")
-    if kernels.count_flags(flags) != count:
+    if int(np.bitwise_count(flags).sum(dtype=np.int64)) != count:
         reader.refuse(f"does not hold the declared {count} positions")
     return flags
 
@@ -79,7 +79,7 @@ def _plain_gaps(gaps: Words) -> tuple[Positions, bytes]:
 
 def _coded_gaps(gaps: Words) -> tuple[Positions, bytes]:
     symbols = growing_symbols(gaps)
-    coded = write_symbols(symbols, kernels.histogram(symbols))
+    coded = write_symbols(symbols, streams.histogram(symbols))
     return Positions.CODED_GAPS, coded + write_integers(gaps, symbols, GROWING)
 
 
@@ -89,12 +89,12 @@ def _coded_flags(flags: Bytes, n: int, count: int) -> tuple[Positions, bytes]:
     Bytes profit from sent entries that sit together, nibbles need a table a tenth of the size, and even nibbles none
     at all: small tensors and random positions are theirs.
     """
-    of_bytes = kernels.histogram(flags)
+    of_bytes = streams.histogram(flags)
     square = of_bytes.reshape(16, 16)
     of_nibbles = np.zeros(256, np.int64)
     of_nibbles[:16] = square.sum(0) + square.sum(1)
     even = _even_frequency(n, count)
-    even_size = of_nibbles[:16] @ (EVEN_PRECISION - np.log2(even[:16])) / 8 + kernels.STATES
+    even_size = of_nibbles[:16] @ (EVEN_PRECISION - np.log2(even[:16])) / 8 + streams.STATES
     sizes = {
         Positions.CODED_BYTES: estimate_bytes(of_bytes),
         Positions.CODED_NIBBLES: estimate_bytes(of_nibbles),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kernels
+from . import streams
 from .frame import Bytes, Reader, Words, varint
 
 MAX_PRECISION = 14  # bits of a probability: fine enough for one rare byte in 16,384, and the table stays in L1
@@ -60,28 +60,25 @@ def entropy_bits(counts: Counts) -> float:
     >>> entropy_bits(np.array([2, 2]))
     4.0
     """
-    present = counts[counts > 0].astype(np.float64)
-    return float(np.sum(present * np.log2(present.sum() / present)))
+    return float(streams.survey(counts)[0])
 
 
 def estimate_bytes(counts: Counts) -> float:
     """Return about how long `write_symbols` is for symbols with these counts."""
-    present = np.flatnonzero(counts)
-    if present.size <= 1:
-        return 2.0
-    return entropy_bits(counts) / 8 + 1.2 * int(present[-1] - present[0] + 1) + kernels.STATES + 6
+    bits, first, last = streams.survey(counts)
+    return float(bits / 8 + 1.2 * (last - first + 1) + streams.STATES + 6) if last > first else 2.0
 
 
 def write_symbols(symbols: Bytes, counts: Counts) -> bytes:
     """Return the section of `symbols`, whose histogram is `counts`."""
-    present = np.flatnonzero(counts)
-    if present.size <= 1:
-        return bytes((0, present[0] if present.size else 0))
+    _, first, last = streams.survey(counts)
+    if first >= last:
+        return bytes((0, max(last, 0)))
     precision = min(max(symbols.size.bit_length(), MIN_PRECISION), MAX_PRECISION)
     frequency = _normalise(counts, precision)
-    used = frequency[present[0] : present[-1] + 1]
+    used = frequency[first : last + 1]
     stream = write_stream(symbols, frequency)
-    head = bytes((precision, present[0], present[-1]))
+    head = bytes((precision, first, last))
     return b"".join((head, write_varints(used), varint(len(stream)), stream))
 
 
@@ -98,13 +95,13 @@ def read_symbols(reader: Reader, count: int, alphabet: int = 256) -> Bytes:
     frequency[first : last + 1] = read_varints(reader, last - first + 1)
     if int(frequency.sum(dtype=np.uint64)) != 1 << precision:
         reader.refuse("has a table that does not add up")
-    return read_stream(reader, reader.varint(2 * count + kernels.STATES), count, frequency)
+    return read_stream(reader, reader.varint(2 * count + streams.STATES), count, frequency)
 
 
 def write_stream(symbols: Bytes, frequency: Words) -> bytes:
     """Return `symbols` coded with these frequencies, which add up to a power of two."""
-    room = np.empty(2 * symbols.size + kernels.STATES, np.uint8)
-    begin = kernels.rans_encode(symbols, frequency, _starts(frequency), _precision(frequency), room)
+    room = np.empty(2 * symbols.size + streams.STATES, np.uint8)
+    begin = streams.rans_encode(symbols, frequency, _starts(frequency), _precision(frequency), room)
     return room[begin:].tobytes()
 
 
@@ -113,8 +110,8 @@ def read_stream(reader: Reader, size: int, count: int, frequency: Words) -> Byte
     stream = reader.take(size)
     lookup = np.repeat(np.arange(256, dtype=np.uint8), frequency)
     out = np.empty(count, np.uint8)
-    whole = size >= kernels.STATES
-    if not whole or not kernels.rans_decode(stream, frequency, _starts(frequency), lookup, _precision(frequency), out):
+    whole = size >= streams.STATES
+    if not whole or not streams.rans_decode(stream, frequency, _starts(frequency), lookup, _precision(frequency), out):
         reader.refuse("has a damaged stream of symbols")
     return out
 
@@ -122,13 +119,13 @@ def read_stream(reader: Reader, size: int, count: int, frequency: Words) -> Byte
 def write_integers(integers: Words, symbols: Bytes, bins: Bins) -> bytes:
     """Return the plain bits that say where in their bins the integers lie."""
     room = np.empty(integers.size * (int(bins.width.max()) + 7) // 8 + 8, np.uint8)
-    return room[: kernels.pack(integers, symbols, bins.base, bins.width, room)].tobytes()
+    return room[: streams.pack(integers, symbols, bins.base, bins.width, room)].tobytes()
 
 
 def read_integers(reader: Reader, symbols: Bytes, bins: Bins) -> Words:
     """Undo `write_integers`."""
     out = np.empty(symbols.size, np.uint32)
-    taken = kernels.unpack(reader.rest(), symbols, bins.base, bins.width, out)
+    taken = streams.unpack(reader.rest(), symbols, bins.base, bins.width, out)
     if taken < 0:
         reader.refuse("is cut short or has bits set where none belong")
     reader.take(taken)
@@ -138,13 +135,13 @@ def read_integers(reader: Reader, symbols: Bytes, bins: Bins) -> Words:
 def write_varints(values: Words) -> bytes:
     """Return the values as varints, one after the other."""
     room = np.empty(5 * values.size, np.uint8)
-    return room[: kernels.write_varints(values, room)].tobytes()
+    return room[: streams.write_varints(values, room)].tobytes()
 
 
 def read_varints(reader: Reader, count: int) -> Words:
     """Undo `write_varints`."""
     out = np.empty(count, np.uint32)
-    taken = kernels.read_varints(reader.rest(), out)
+    taken = streams.read_varints(reader.rest(), out)
     if taken < 0:
         reader.refuse("is cut short or declares a number beyond 32 bits")
     reader.take(taken)

@@ -6,12 +6,13 @@ are entropy coded, because small magnitudes are more frequent; the bits below, a
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import kernels
+from . import passes, streams
 from .frame import Bytes, Kind, Reader, Values, Words, varint
 from .symbols import (
     Counts,
@@ -40,7 +41,7 @@ class _Plan:
     integers: Words
     width: int  # plain bits per entry, the sign included
 
-    @property
+    @cached_property
     def size(self) -> float:
         return len(self.head) + estimate_bytes(self.counts) + self.integers.size * self.width / 8
 
@@ -77,14 +78,14 @@ def read_values(mode: Values, reader: Reader, count: int, kind: Kind) -> Pattern
 
 def _plan_band(sent: Words, kind: Kind) -> _Plan:
     mask = np.uint32(kind.magnitude_mask)
-    low, high, differ = (int(value) for value in kernels.summarise(sent, mask))
+    low, high, differ = (int(value) for value in passes.summarise(sent, mask))
     shift = (differ & -differ).bit_length() - 1 if differ else 0  # low bits that are the same everywhere
     width = ((high - low) >> shift).bit_length()
     integers = np.empty(sent.size, np.uint32)
-    kernels.band_integers(sent, mask, np.uint64(low), np.uint64(shift), integers)
+    passes.band_integers(sent, mask, np.uint64(low), np.uint64(shift), integers)
     finest = min(width, 8)
     symbols = (integers >> np.uint32(width - finest) >> np.uint32(1)).astype(np.uint8)
-    counts = kernels.histogram(symbols)
+    counts = streams.histogram(symbols)
     plans = []
     for coded in (*range(finest, 0, -2), 0):
         folded = np.zeros(256, np.int64)
@@ -104,7 +105,7 @@ def _read_band(reader: Reader, count: int, kind: Kind) -> Patterns:
     integers = read_integers(reader, symbols, even_bins(width - coded + 1))
     patterns = np.empty(count, np.uint32)
     sign_bit = np.uint64(8 * kind.size - 1)
-    high = kernels.band_patterns(integers, np.uint64(low), np.uint64(shift), sign_bit, patterns)
+    high = passes.band_patterns(integers, np.uint64(low), np.uint64(shift), sign_bit, patterns)
     if low == 0 or high >= kind.infinity:
         reader.refuse("holds NaN, infinity or a zero that was sent")
     return patterns.astype(kind.bits, copy=False)
@@ -113,7 +114,7 @@ def _read_band(reader: Reader, count: int, kind: Kind) -> Patterns:
 def _plan_levels(sent: Words, kind: Kind) -> _Plan | None:
     levels = np.empty(MAX_LEVELS, np.uint32)
     numbers = np.empty(sent.size, np.uint32)
-    found = kernels.find_levels(sent, np.uint32(kind.magnitude_mask), levels, numbers)
+    found = passes.find_levels(sent, np.uint32(kind.magnitude_mask), levels, numbers)
     if found < 0:
         return None
     order = np.argsort(levels[:found])
@@ -122,7 +123,7 @@ def _plan_levels(sent: Words, kind: Kind) -> _Plan | None:
     symbols = rank[numbers >> 1]
     integers = symbols.astype(np.uint32) << 1 | numbers & 1
     head = bytes((found - 1,)) + write_varints(np.diff(levels[order], prepend=np.uint32(0)))
-    return _Plan(Values.LEVELS, head, symbols, kernels.histogram(symbols), integers, 1)
+    return _Plan(Values.LEVELS, head, symbols, streams.histogram(symbols), integers, 1)
 
 
 def _read_levels(reader: Reader, count: int, kind: Kind) -> Patterns:

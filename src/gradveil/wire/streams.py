@@ -1,109 +1,15 @@
-"""The compiled loops of the wire format. Every read and write is inside its array, whatever the bytes say.
+"""Compiled loops over streams of symbols and bits.
 
-numba does not check indices, so each function here bounds every index itself: symbols index tables of 256, slots are
-masked to the size of their table, stream reads are compared with the end of the stream, and outputs are sized by the
-caller. Integers are unsigned 64-bit inside the loops, so no sum or shift wraps.
+Whatever the bytes say, every index is inside its array: symbols index tables of 256, slots are masked to the size of
+their table, reads are compared with the end of the stream, and outputs are sized by the caller.
 """
 
-from collections.abc import Callable
-from typing import Any
-
-import numba
 import numpy as np
+
+from .jit import compiled
 
 LOWEST = 1 << 16  # a coder state lies in [LOWEST, 2^32); it starts and must end at LOWEST
 STATES = 8  # bytes of the two final coder states at the head of a stream
-
-
-def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile on first use, keeping the machine code on disk where some folder for it can be written."""
-    try:
-        kernel: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
-    except RuntimeError:  # numba found no writable folder: a read-only install without a home
-        kernel = numba.njit(nogil=True, error_model="numpy")(function)
-    return kernel
-
-
-@compiled
-def scan(bits, magnitude_mask, flags, sent):  # type: ignore[no-untyped-def]
-    """Write one flag per entry and the bit patterns of the entries that are not zero; return how many there are.
-
-    `flags` holds ceil(n / 8) zeroed bytes; `sent` one entry more than `bits`, since the slot after the last is written.
-    """
-    n = bits.size
-    count = 0
-    for i in range(n >> 3):
-        byte = np.uint8(0)
-        for j in range(8):
-            entry = bits[8 * i + j]
-            is_sent = (entry & magnitude_mask) != 0
-            sent[count] = entry
-            count += is_sent
-            byte |= np.uint8(is_sent) << np.uint8(j)
-        flags[i] = byte
-    for i in range(n & ~7, n):
-        is_sent = (bits[i] & magnitude_mask) != 0
-        sent[count] = bits[i]
-        count += is_sent
-        flags[i >> 3] |= np.uint8(is_sent) << np.uint8(i & 7)
-    return count
-
-
-@compiled
-def summarise(sent, magnitude_mask):  # type: ignore[no-untyped-def]
-    """Return the smallest and the largest magnitude pattern, and the bits in which any two of them differ."""
-    first = np.uint64(sent[0] & magnitude_mask)
-    low, high, differ = first, first, np.uint64(0)
-    for i in range(sent.size):
-        magnitude = np.uint64(sent[i] & magnitude_mask)
-        low = min(low, magnitude)
-        high = max(high, magnitude)
-        differ |= magnitude ^ first
-    return low, high, differ
-
-
-@compiled
-def band_integers(sent, magnitude_mask, low, shift, out):  # type: ignore[no-untyped-def]
-    """Write 2 * ((magnitude - low) >> shift) + sign of every entry."""
-    for i in range(sent.size):
-        magnitude = np.uint64(sent[i] & magnitude_mask)
-        sign = np.uint64(sent[i] > magnitude_mask)
-        out[i] = np.uint32((((magnitude - low) >> shift) << np.uint64(1)) | sign)
-
-
-@compiled
-def band_patterns(integers, low, shift, sign_bit, out):  # type: ignore[no-untyped-def]
-    """Undo `band_integers`; return the largest magnitude met, which may be beyond the type."""
-    high = np.uint64(0)
-    for i in range(integers.size):
-        integer = np.uint64(integers[i])
-        magnitude = low + ((integer >> np.uint64(1)) << shift)
-        high = max(high, magnitude)
-        out[i] = np.uint32(magnitude | ((integer & np.uint64(1)) << sign_bit))
-    return high
-
-
-@compiled
-def find_levels(sent, magnitude_mask, levels, out):  # type: ignore[no-untyped-def]
-    """Number the distinct magnitudes in order of appearance; return how many, or -1 once `levels` is full.
-
-    `out` receives 2 * number + sign of every entry.
-    """
-    slots = np.full(4 * levels.size, -1, np.int64)
-    found = 0
-    for i in range(sent.size):
-        magnitude = sent[i] & magnitude_mask
-        slot = np.int64((np.uint64(magnitude) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(40)) % slots.size
-        while slots[slot] >= 0 and levels[slots[slot]] != magnitude:
-            slot = (slot + 1) % slots.size
-        if slots[slot] < 0:
-            if found == levels.size:
-                return -1
-            levels[found] = magnitude
-            slots[slot] = found
-            found += 1
-        out[i] = np.uint32(2 * slots[slot] + (sent[i] > magnitude_mask))
-    return found
 
 
 @compiled
@@ -117,6 +23,21 @@ def histogram(symbols):  # type: ignore[no-untyped-def]
     if symbols.size & 1:
         even[symbols[symbols.size - 1]] += 1
     return even + odd
+
+
+@compiled
+def survey(counts):  # type: ignore[no-untyped-def]
+    """Return the entropy in bits of symbols with these counts, and the first and last symbol that occurs."""
+    total, first, last = 0, counts.size, -1
+    for i in range(counts.size):
+        total += counts[i]
+        if counts[i] > 0:
+            first, last = min(first, i), i
+    bits = 0.0
+    for i in range(counts.size):
+        if counts[i] > 0:
+            bits += counts[i] * np.log2(total / counts[i])
+    return bits, first, last
 
 
 @compiled
@@ -176,19 +97,25 @@ def rans_decode(stream, frequency, start, lookup, precision, out):  # type: igno
 
 @compiled
 def pack(integers, symbols, base, width, out):  # type: ignore[no-untyped-def]
-    """Write the low `width[symbol]` bits of integer - base[symbol], least significant bit first; return the bytes."""
+    """Write the low `width[symbol]` bits of integer - base[symbol], least significant bit first; return the bytes.
+
+    `out` holds all bits and 8 bytes more, since whole words are written.
+    """
     pending, held, position = np.uint64(0), np.uint64(0), 0
     for i in range(integers.size):
         symbol = symbols[i]
         pending |= (np.uint64(integers[i]) - np.uint64(base[symbol])) << held
         held += np.uint64(width[symbol])
-        while held >= np.uint64(8):
-            out[position] = np.uint8(pending & np.uint64(255))
-            pending >>= np.uint64(8)
-            held -= np.uint64(8)
-            position += 1
-    if held > np.uint64(0):
-        out[position] = np.uint8(pending)
+        if held >= np.uint64(32):
+            for byte in range(4):
+                out[position + byte] = np.uint8((pending >> np.uint64(8 * byte)) & np.uint64(255))
+            pending >>= np.uint64(32)
+            held -= np.uint64(32)
+            position += 4
+    while held > np.uint64(0):
+        out[position] = np.uint8(pending & np.uint64(255))
+        pending >>= np.uint64(8)
+        held -= min(held, np.uint64(8))
         position += 1
     return position
 
@@ -200,6 +127,11 @@ def unpack(data, symbols, base, width, out):  # type: ignore[no-untyped-def]
     for i in range(out.size):
         symbol = symbols[i]
         needed = np.uint64(width[symbol])
+        if held < needed and position + 4 <= data.size:
+            for byte in range(4):
+                pending |= np.uint64(data[position + byte]) << (held + np.uint64(8 * byte))
+            held += np.uint64(32)
+            position += 4
         while held < needed:
             if position >= data.size:
                 return -1
@@ -209,7 +141,8 @@ def unpack(data, symbols, base, width, out):  # type: ignore[no-untyped-def]
         out[i] = np.uint32(np.uint64(base[symbol]) + (pending & ((np.uint64(1) << needed) - np.uint64(1))))
         pending >>= needed
         held -= needed
-    return position if pending == 0 else -1
+    loose = (np.uint64(1) << (held & np.uint64(7))) - np.uint64(1)  # of the last byte; whole bytes are given back
+    return -1 if pending & loose else position - np.int64(held >> np.uint64(3))
 
 
 @compiled
@@ -246,25 +179,3 @@ def read_varints(data, out):  # type: ignore[no-untyped-def]
             return -1
         out[i] = np.uint32(value)
     return position
-
-
-@compiled
-def count_flags(flags):  # type: ignore[no-untyped-def]
-    """Return the number of set bits."""
-    count = 0
-    for i in range(flags.size):
-        byte = flags[i]
-        while byte:
-            byte &= byte - np.uint8(1)
-            count += 1
-    return count
-
-
-@compiled
-def scatter(flags, sent, out):  # type: ignore[no-untyped-def]
-    """Put `sent` where the flags are set. The caller made sure that exactly `sent.size` are, all below `out.size`."""
-    count = 0
-    for i in range(out.size):
-        if (flags[i >> 3] >> np.uint8(i & 7)) & np.uint8(1):
-            out[i] = sent[count]
-            count += 1
