@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from .. import select
 from ..core import Tensors
+from ..select import gpu
 
 ALIGN = 64  # entries; rows of several users then start at an address every kernel likes
 
@@ -47,3 +49,29 @@ class Layout:
             out, channels, height, width = shape
             return part.view(out, height, width, channels).permute(0, 3, 1, 2)
         return part.view(shape)
+
+
+class InPlace:
+    """Selection that overwrites its tensors; on a GPU with fixed addresses and no waiting."""
+
+    def __init__(
+        self, tensors: list[Tensor], bands: list[tuple[int, int]], residuals: list[Tensor] | None = None
+    ) -> None:
+        self._tensors, self._bands, self._residuals = tensors, bands, residuals
+        on_gpu = tensors[0].is_cuda and gpu.AVAILABLE
+        self._selector = gpu.Selector(tensors, residuals, tensors, residuals or tensors, bands) if on_gpu else None
+
+    def __call__(self) -> None:
+        if self._selector is not None:
+            self._selector.run()
+        elif self._residuals is None:
+            torch._foreach_copy_(self._tensors, select.prune(self._tensors, self._bands))
+        else:
+            sent, held = select.prune_with_feedback(self._tensors, self._residuals, self._bands)
+            torch._foreach_copy_(self._tensors, sent)
+            torch._foreach_copy_(self._residuals, held)
+
+    def require_finite(self) -> None:
+        """Raise `GradientError` if a selection so far met NaN or infinity."""
+        if self._selector is not None:
+            self._selector.require_finite()

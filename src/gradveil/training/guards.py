@@ -14,9 +14,8 @@ from .. import select, tree
 from ..core import Batch, Defense, Masks, State, Step
 from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, Hardened, Identity, TopK
 from ..errors import GradientError
-from ..select import gpu
 from ..veil import derive_rng
-from .flat import Layout
+from .flat import InPlace, Layout
 from .job import Job
 
 
@@ -221,32 +220,6 @@ class Each(Guard):
         row = torch.zeros_like(self.rows.grads[0])
         self.rows.layout.write(row, held)
         return row
-
-
-class InPlace:
-    """Selection that overwrites its tensors; on a GPU with fixed addresses and no waiting."""
-
-    def __init__(
-        self, tensors: list[Tensor], bands: list[tuple[int, int]], residuals: list[Tensor] | None = None
-    ) -> None:
-        self._tensors, self._bands, self._residuals = tensors, bands, residuals
-        on_gpu = tensors[0].is_cuda and gpu.AVAILABLE
-        self._selector = gpu.Selector(tensors, residuals, tensors, residuals or tensors, bands) if on_gpu else None
-
-    def __call__(self) -> None:
-        if self._selector is not None:
-            self._selector.run()
-        elif self._residuals is None:
-            torch._foreach_copy_(self._tensors, select.prune(self._tensors, self._bands))
-        else:
-            sent, held = select.prune_with_feedback(self._tensors, self._residuals, self._bands)
-            torch._foreach_copy_(self._tensors, sent)
-            torch._foreach_copy_(self._residuals, held)
-
-    def require_finite(self) -> None:
-        """Raise `GradientError` if a selection so far met NaN or infinity."""
-        if self._selector is not None:
-            self._selector.require_finite()
 
 
 def guard_for(defense: Defense, rows: Rows, job: Job) -> Guard:
