@@ -1,4 +1,8 @@
-"""The Triton kernels of `gpu`. Importing this file needs Triton."""
+"""The Triton kernels of `gpu`. Importing this file needs Triton.
+
+Every program works on one chunk of one segment (tensor). Addresses are advanced to the chunk once, in 64 bits; inside
+it 32-bit offsets do.
+"""
 # mypy: ignore-errors
 
 import triton
@@ -6,17 +10,17 @@ import triton.language as tl
 
 
 @triton.jit
-def _locate(chunks, sizes, pointers, segments):
-    """Return (segment, first index, size, pointers of value, residual, sent and held) of this program."""
+def _locate(chunks, sizes, pointers, segments, CHUNK: tl.constexpr):
+    """Return (segment, entries of this chunk, addresses of value, residual, sent and held)."""
     pid = tl.program_id(0)
     segment = tl.load(chunks + 2 * pid)
     start = tl.load(chunks + 2 * pid + 1)
-    n = tl.load(sizes + segment)
-    value = tl.load(pointers + segment).to(tl.pointer_type(tl.float32))
-    residual = tl.load(pointers + segments + segment).to(tl.pointer_type(tl.float32))
-    sent = tl.load(pointers + 2 * segments + segment).to(tl.pointer_type(tl.float32))
-    held = tl.load(pointers + 3 * segments + segment).to(tl.pointer_type(tl.float32))
-    return segment, start, n, value, residual, sent, held
+    left = tl.minimum(tl.load(sizes + segment) - start, CHUNK).to(tl.int32)
+    value = tl.load(pointers + segment).to(tl.pointer_type(tl.float32)) + start
+    residual = tl.load(pointers + segments + segment).to(tl.pointer_type(tl.float32)) + start
+    sent = tl.load(pointers + 2 * segments + segment).to(tl.pointer_type(tl.float32)) + start
+    held = tl.load(pointers + 3 * segments + segment).to(tl.pointer_type(tl.float32)) + start
+    return segment.to(tl.int32), left, value, residual, sent, held
 
 
 @triton.jit
@@ -26,7 +30,37 @@ def _key(values):
 
 
 @triton.jit
-def count(
+def count_exponents(
+    chunks,
+    sizes,
+    pointers,
+    segments,
+    counts,
+    FEEDBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Add the residual and count the first digit of every magnitude."""
+    segment, left, value, residual, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
+    found = tl.zeros([BINS], tl.int32)
+    blocks = tl.cdiv(left, BLOCK)
+    for j in range(blocks):
+        i = j * BLOCK + tl.arange(0, BLOCK)
+        inside = i < left
+        v = tl.load(value + i, mask=inside, other=0.0)
+        if FEEDBACK:
+            v += tl.load(residual + i, mask=inside, other=0.0)
+            tl.store(held + i, v, mask=inside)
+        found += tl.histogram((_key(v) >> 24).to(tl.int32), BINS)
+    # What was read past the end counted as zeros; take it off again.
+    bins = tl.arange(0, BINS)
+    found -= tl.where(bins == 0, blocks * BLOCK - left, 0)
+    tl.atomic_add(counts + 2 * segment * BINS + bins, found, mask=found > 0)
+
+
+@triton.jit
+def count_few(
     chunks,
     sizes,
     pointers,
@@ -35,66 +69,61 @@ def count(
     equal,
     counts,
     SHIFT: tl.constexpr,
-    FIRST: tl.constexpr,
     FEEDBACK: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Count one digit of the magnitudes that share a boundary's leading digits; the first pass adds the residual."""
-    segment, start, n, value, residual, _, held = _locate(chunks, sizes, pointers, segments)
-    source = held if FEEDBACK and not FIRST else value
-    bins = tl.arange(0, BINS)
-    found_top = tl.zeros([BINS], tl.int32)
-    found_end = tl.zeros([BINS], tl.int32)
-    top = tl.load(prefixes + 2 * segment).to(tl.uint32, bitcast=True)
-    end = tl.load(prefixes + 2 * segment + 1).to(tl.uint32, bitcast=True)
-    # A histogram is worth it where many entries match, and spares one address where all are equal.
-    many_top = tl.load(equal + 2 * segment) * 16 > n
-    many_end = tl.load(equal + 2 * segment + 1) * 16 > n
-    matched_top = tl.zeros([BLOCK], tl.int32)
-    matched_end = tl.zeros([BLOCK], tl.int32)
-    blocks = tl.minimum(tl.cdiv(n - start, BLOCK), CHUNK // BLOCK)
-    for j in range(blocks):
-        i = start + j * BLOCK + tl.arange(0, BLOCK)
-        inside = i < n
-        v = tl.load(source + i, mask=inside, other=0.0)
-        if FIRST and FEEDBACK:
-            v += tl.load(residual + i, mask=inside, other=0.0)
-            tl.store(held + i, v, mask=inside)
-        digits = _key(v) >> SHIFT
-        if FIRST:
-            found_top += tl.histogram(digits.to(tl.int32), BINS)
-            matched_top += inside.to(tl.int32)
-        else:
-            found_top, matched_top = _tally(
-                found_top, matched_top, many_top, counts + 2 * segment * BINS, digits, inside, top, BINS
-            )
-            found_end, matched_end = _tally(
-                found_end, matched_end, many_end, counts + (2 * segment + 1) * BINS, digits, inside, end, BINS
-            )
-    # Entries that do not match, or lie past the end, were counted in bin 0; take them off again.
-    seen = (blocks * BLOCK).to(tl.int32)
-    if FIRST or many_top:
-        found_top -= tl.where(bins == 0, seen - tl.sum(matched_top), 0)
-        tl.atomic_add(counts + 2 * segment * BINS + bins, found_top, mask=found_top > 0)
-    if not FIRST:  # noqa: SIM102  (the first is known to the compiler, the second to the GPU)
-        if many_end:
-            found_end -= tl.where(bins == 0, seen - tl.sum(matched_end), 0)
-            tl.atomic_add(counts + (2 * segment + 1) * BINS + bins, found_end, mask=found_end > 0)
+    """Count the next digit of the entries that begin like a boundary, one by one: right where they are few."""
+    segment, left, value, _, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
+    source = held if FEEDBACK else value
+    slot = 2 * segment
+    half = tl.load(sizes + segment) // 2
+    few_top, few_end = tl.load(equal + slot) <= half, tl.load(equal + slot + 1) <= half
+    top = tl.load(prefixes + slot).to(tl.uint32, bitcast=True)
+    end = tl.load(prefixes + slot + 1).to(tl.uint32, bitcast=True)
+    for j in range(tl.cdiv(left, BLOCK)):
+        i = j * BLOCK + tl.arange(0, BLOCK)
+        inside = i < left
+        digits = _key(tl.load(source + i, mask=inside, other=0.0)) >> SHIFT
+        begins, digit = digits // BINS, (digits % BINS).to(tl.int32)
+        tl.atomic_add(counts + slot * BINS + digit, 1, mask=inside & few_top & (begins == top), sem="relaxed")
+        tl.atomic_add(counts + (slot + 1) * BINS + digit, 1, mask=inside & few_end & (begins == end), sem="relaxed")
 
 
 @triton.jit
-def _tally(found, matched, many, table, digits, inside, prefix, BINS: tl.constexpr):
-    """Count the last digit of the entries that begin with `prefix`: few of them one by one, many by a histogram."""
-    match = inside & (digits // BINS == prefix)
-    digit = (digits % BINS).to(tl.int32)
-    if many:
-        found += tl.histogram(tl.where(match, digit, 0), BINS)
-        matched += match.to(tl.int32)
-    else:
-        tl.atomic_add(table + digit, match.to(tl.int32), mask=match)
-    return found, matched
+def count_many(
+    chunks,
+    sizes,
+    pointers,
+    segments,
+    prefixes,
+    equal,
+    counts,
+    SHIFT: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+):
+    """Do the same by histograms where over half of a tensor begins alike and single counts would collide."""
+    segment, left, value, _, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
+    source = held if FEEDBACK else value
+    bins = tl.arange(0, BINS)
+    for which in tl.static_range(2):
+        slot = 2 * segment + which
+        if tl.load(equal + slot) > tl.load(sizes + segment) // 2:
+            prefix = tl.load(prefixes + slot).to(tl.uint32, bitcast=True)
+            found = tl.zeros([BINS], tl.int32)
+            for j in range(tl.cdiv(left, BLOCK)):
+                i = j * BLOCK + tl.arange(0, BLOCK)
+                inside = i < left
+                digits = _key(tl.load(source + i, mask=inside, other=0.0)) >> SHIFT
+                match = inside & (digits // BINS == prefix)
+                found += tl.histogram(tl.where(match, digits % BINS, 0).to(tl.int32), BINS)
+                # Entries that do not match were counted in bin 0; take them off again.
+                found -= tl.where(bins == 0, BLOCK - tl.sum(match.to(tl.int32)), 0)
+            tl.atomic_add(counts + slot * BINS + bins, found, mask=found > 0)
 
 
 @triton.jit
@@ -105,6 +134,7 @@ def pick(counts, ranks, prefixes, wanted, equal, finite, FIRST: tl.constexpr, BI
     slot = 2 * segment + which
     bins = tl.arange(0, BINS)
     if FIRST:
+        # In the first pass both boundaries share one table.
         count = tl.load(counts + 2 * segment * BINS + bins)
         rank = tl.load(ranks + slot)
         if tl.sum(tl.where(bins == BINS - 1, count, 0)) > 0:  # the exponent of infinity and NaN
@@ -137,7 +167,7 @@ def count_ties(
     BLOCK: tl.constexpr,
 ):
     """Count, in each program, the entries equal to a boundary that is cut in two."""
-    segment, start, n, value, _, _, held = _locate(chunks, sizes, pointers, segments)
+    segment, left, value, _, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
     source = held if FEEDBACK else value
     for which in tl.static_range(2):
         slot = 2 * segment + which
@@ -145,9 +175,9 @@ def count_ties(
         if (need > 0) & (need < tl.load(equal + slot)):
             boundary = tl.load(keys + slot).to(tl.uint32, bitcast=True)
             total = 0
-            for j in range(0, CHUNK, BLOCK):
-                i = start + j + tl.arange(0, BLOCK)
-                inside = i < n
+            for j in range(tl.cdiv(left, BLOCK)):
+                i = j * BLOCK + tl.arange(0, BLOCK)
+                inside = i < left
                 key = _key(tl.load(source + i, mask=inside, other=0.0))
                 total += tl.sum((inside & (key == boundary)).to(tl.int32))
             tl.store(ties + 2 * tl.program_id(0) + which, total)
@@ -190,29 +220,29 @@ def write(
     BLOCK: tl.constexpr,
 ):
     """Write the band to `sent` and the rest to `held`."""
-    segment, start, n, value, _, sent, held = _locate(chunks, sizes, pointers, segments)
+    segment, left, value, _, sent, held = _locate(chunks, sizes, pointers, segments, CHUNK)
     source = held if FEEDBACK else value
+    slot = 2 * segment
+    top_key = tl.load(keys + slot).to(tl.uint32, bitcast=True)
+    end_key = tl.load(keys + slot + 1).to(tl.uint32, bitcast=True)
+    top_need, end_need = tl.load(wanted + slot), tl.load(wanted + slot + 1)
+    top_cut = (top_need > 0) & (top_need < tl.load(equal + slot))
+    end_cut = (end_need > 0) & (end_need < tl.load(equal + slot + 1))
     first = tl.load(first_chunk + segment)
-    top_key = tl.load(keys + 2 * segment).to(tl.uint32, bitcast=True)
-    end_key = tl.load(keys + 2 * segment + 1).to(tl.uint32, bitcast=True)
-    top_need, end_need = tl.load(wanted + 2 * segment), tl.load(wanted + 2 * segment + 1)
-    top_cut = (top_need > 0) & (top_need < tl.load(equal + 2 * segment))
-    end_cut = (end_need > 0) & (end_need < tl.load(equal + 2 * segment + 1))
     top_seen = 0
     end_seen = 0
     if top_cut:
         top_seen = _ties_before(ties, first, 0, BLOCK)
     if end_cut:
         end_seen = _ties_before(ties, first, 1, BLOCK)
-    for j in range(0, CHUNK, BLOCK):
-        if start + j < n:
-            i = start + j + tl.arange(0, BLOCK)
-            inside = i < n
-            v = tl.load(source + i, mask=inside, other=0.0)
-            key = _key(v)
-            over_top, top_seen = _above(key, top_key, top_need, top_cut, top_seen)
-            over_end, end_seen = _above(key, end_key, end_need, end_cut, end_seen)
-            keep = over_end & (over_top == 0)
-            tl.store(sent + i, tl.where(keep, v, 0.0), mask=inside)
-            if FEEDBACK:
-                tl.store(held + i, tl.where(keep, 0.0, v), mask=inside)
+    for j in range(tl.cdiv(left, BLOCK)):
+        i = j * BLOCK + tl.arange(0, BLOCK)
+        inside = i < left
+        v = tl.load(source + i, mask=inside, other=0.0)
+        key = _key(v)
+        over_top, top_seen = _above(key, top_key, top_need, top_cut, top_seen)
+        over_end, end_seen = _above(key, end_key, end_need, end_cut, end_seen)
+        keep = over_end & (over_top == 0)
+        tl.store(sent + i, tl.where(keep, v, 0.0), mask=inside)
+        if FEEDBACK:
+            tl.store(held + i, tl.where(keep, 0.0, v), mask=inside)
