@@ -10,6 +10,7 @@ from .lowrank import LowRankCompletion
 from .matching import GradientMatching
 from .presets import deep_leakage, gi_paper, improved_deep_leakage, inverting_gradients, see_through_gradients
 from .progress import Progress, watch
+from .rgap import RGAP
 from .traps import TrapWeights
 
 
@@ -29,6 +30,7 @@ CLASSES: tuple[type[Attack], ...] = (
     LowRankCompletion,
     Imprint,
     TrapWeights,
+    RGAP,
 )
 PRESETS: dict[str, Callable[..., Attack]] = {
     "inverting_gradients": inverting_gradients,
@@ -44,6 +46,7 @@ __all__ = [
     "ATTACKS",
     "CLASSES",
     "PRESETS",
+    "RGAP",
     "Blind",
     "GradientMatching",
     "Imprint",

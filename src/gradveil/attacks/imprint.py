@@ -168,8 +168,8 @@ class Imprint(Attack):
 def read_bins(weight: Tensor, bias: Tensor, edges: Tensor, measure: Tensor, count: int) -> Tensor:
     """Return up to `count` pictures `[R, N]`, one for each step between rows that differ, likeliest first.
 
-    `edges` `[rows]` are the thresholds on `picture @ measure`. Rows with no picture between them are equal: pooling such
-    a run averages noise away and fills what random pruning took from one row with what it left of another.
+    `edges` `[rows]` are the thresholds on `picture @ measure`. Rows with no picture between them are equal: pooling
+    such a run averages noise away and fills what random pruning took from one row with what it left of another.
     """
     weight = torch.cat([weight, torch.zeros_like(weight[:1])])  # above the last row there is nothing
     bias = torch.cat([bias, torch.zeros_like(bias[:1])])

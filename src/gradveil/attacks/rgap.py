@@ -1,0 +1,286 @@
+"""R-GAP: solve for the picture layer by layer, from the classifier back to the input, by linear least squares.
+
+Each convolution's input x obeys two sets of linear equations: the layer's output is known (`W x = z`), and so is its
+weight gradient (`K x = g`, where K holds the gradient of the loss at the layer's output). A network of convolutions
+and LeakyReLUs without biases is positively homogeneous, so everything is found up to one factor first; the classifier
+then fixes the factor.
+
+Pruning does not stop it: equations whose gradient entry did not arrive are left out, and a fifth of them is enough.
+
+Reference: Zhu and Blaschko, "R-GAP: Recursive Gradient Attack on Privacy".
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.grad import conv2d_input
+
+from ..core import Attack, Observation, Reconstruction
+from ..errors import NeedError
+from .lowrank import complete
+from .space import box
+
+MU_TOP = 1.2784645427610738  # where -mu / (1 + exp(mu)) is least
+
+
+class Stage(NamedTuple):
+    """One convolution of the chain, with the slope of the LeakyReLU behind it and the shape of its input."""
+
+    name: str
+    conv: nn.Conv2d
+    slope: float
+    takes: tuple[int, ...]
+
+
+class Found(NamedTuple):
+    """The input of a stage up to a factor, the loss's gradient there, and how badly the equations disagree."""
+
+    inputs: Tensor
+    pull: Tensor
+    misfit: float
+
+
+@dataclass(frozen=True)
+class RGAP(Attack):
+    """Recover one picture exactly from a chain of bias-free convolutions and LeakyReLUs, such as CNN6.
+
+    The loss must be cross-entropy, or the logistic loss where the classifier has one output. `masked` leaves out the
+    equations whose gradient entry did not arrive; the published attack (`masked=False`) takes them for zeros, and any
+    change of the gradient then grows from layer to layer until nothing is left of the picture.
+
+    Guarantees: exact up to rounding for one example and gradients that are exact where sent, as long as each layer
+    has more equations than inputs. Noise, several examples or an old residual break it.
+    """
+
+    masked: bool = True
+
+    @classmethod
+    def key(cls) -> str:
+        return "rgap"
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        if seen.num_examples != 1:
+            raise NeedError(f"R-GAP recovers one example, this upload is of {seen.num_examples}")
+        stages, head, head_name = chain(seen)
+        weight = head.weight.detach().double()
+        gradient, known = self._arrived(seen, head_name)
+        if self.masked and len(gradient) > 1:
+            gradient, known = fill_by_sum(gradient, known)
+        left, right, _ = complete(gradient, known, 1, rng, restarts=5)
+        shape = output_shape(stages[-1])
+
+        def last(sign: float) -> tuple[Found, Tensor]:
+            factor, features = sign * left[:, 0], sign * right[:, 0]
+            pull = (factor @ weight).view(shape)
+            return self._back(stages[-1], seen, features.view(shape), known.any(0).view(shape), pull), factor
+
+        found, factor = min((last(sign) for sign in signs(left[:, 0])), key=lambda one: one[0].misfit)
+        misfit = found.misfit
+        for stage in reversed(stages[:-1]):
+            found = self._back(stage, seen, found.inputs, torch.ones_like(found.inputs, dtype=torch.bool), found.pull)
+        logits = F.linear(features_of(stages, found.inputs).flatten(), weight)
+        low, high = box(seen)
+        scaled = found.inputs * scale(factor, logits, found.inputs, float(torch.maximum(low.abs(), high.abs()).max()))
+        inputs = torch.nan_to_num(scaled.to(low.dtype)).clamp(low, high)
+        return Reconstruction(inputs, factor.argmin()[None] if len(factor) > 1 else None, misfit)
+
+    def _arrived(self, seen: Observation, name: str) -> tuple[Tensor, Tensor]:
+        """Return a layer's gradient and which of its entries count."""
+        gradient = seen.grads[f"{name}.weight"].double()
+        return gradient, gradient != 0 if self.masked else torch.ones_like(gradient, dtype=torch.bool)
+
+    def _back(self, stage: Stage, seen: Observation, after: Tensor, known: Tensor, pull: Tensor) -> Found:
+        """Go back through one stage: from its output `after`, as far as `known`, and the loss's gradient there."""
+        gradient, sent = self._arrived(seen, stage.name)
+        before, misfit = solve(stage, after, known, pull, gradient, sent)
+        if not bool(known.all()):
+            # Now the missing outputs follow from the input, and with them the gradient equations hold.
+            after = torch.where(known, after, F.leaky_relu(apply(stage, before), stage.slope))
+            before, misfit = solve(stage, after, torch.ones_like(known), pull, gradient, sent)
+        slopes = torch.where(after >= 0, 1.0, stage.slope).to(pull.dtype)
+        return Found(before, conv_transpose(stage, pull * slopes), misfit)
+
+
+def fill_by_sum(gradient: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
+    """Fill columns of the classifier's gradient that lack one entry: each column adds up to zero, as the factors do."""
+    lacking = (known.sum(0) == len(gradient) - 1)[None] & ~known
+    filled = torch.where(lacking, -(gradient * known).sum(0, keepdim=True), gradient)
+    return filled, known | lacking
+
+
+def solve(
+    stage: Stage, after: Tensor, known: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
+) -> tuple[Tensor, float]:
+    """Return the input `[1, C, H, W]` that fits the layer's equations best, and their relative misfit.
+
+    Weight equations count where the output is `known`, gradient equations where the entry was `sent`, and only once
+    all outputs are known, because each of them involves every position.
+    """
+    z = torch.where(after >= 0, after, after / stage.slope)
+    slopes = torch.where(after >= 0, 1.0, stage.slope).to(z.dtype)
+    kernel = gradient_kernel(stage, pull * slopes)  # [F * k * k, H * W], the same for every input channel
+    rows = gradient.movedim(1, 0).flatten(1)  # [C, F * k * k]
+    used = sent.movedim(1, 0).flatten(1).to(z.dtype) * float(known.all())
+    weight = known.to(z.dtype)
+    normal = weight_normal(stage, weight)
+    blocks = torch.einsum("rp,cr,rq->cpq", kernel, used, kernel)
+    balance = normal.diagonal().mean() / blocks.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
+    pixels = kernel.shape[1]
+    for channel, block in enumerate(blocks):
+        part = slice(channel * pixels, (channel + 1) * pixels)
+        normal[part, part] += balance * block
+    normal.diagonal().mul_(1 + 1e-14)
+    factor, _ = torch.linalg.cholesky_ex(normal)
+
+    def pulled(miss_z: Tensor, miss_g: Tensor) -> Tensor:
+        return conv_transpose(stage, weight * miss_z).flatten() + balance * ((used * miss_g) @ kernel).flatten()
+
+    x = z.new_zeros(1, *stage.takes)
+    for _ in range(3):  # iterative refinement: the normal equations square the condition number
+        miss_z, miss_g = z - apply(stage, x), rows - x.view(len(rows), -1) @ kernel.T
+        x = x + torch.cholesky_solve(pulled(miss_z, miss_g)[:, None], factor).view_as(x)
+    miss_z, miss_g = weight * (z - apply(stage, x)), used * (rows - x.view(len(rows), -1) @ kernel.T)
+    total = (weight * z).square().sum() + balance * (used * rows).square().sum()
+    return x, float((miss_z.square().sum() + balance * miss_g.square().sum()) / total.clamp_min(1e-300)) ** 0.5
+
+
+def weight_normal(stage: Stage, weight: Tensor) -> Tensor:
+    """Return the dense matrix of the weighted equations `W x = z` in normal form, `[n, n]` for n inputs.
+
+    Built patch by patch: each output position adds one small block, which is the same for all positions of weight 1.
+    """
+    conv, count = stage.conv, math.prod(stage.takes)
+    filters = conv.weight.detach().to(weight.dtype).flatten(1)
+    numbered = torch.arange(1, count + 1, dtype=torch.float64, device=weight.device).view(1, *stage.takes)
+    padding = cast(tuple[int, ...], conv.padding)  # `chain` refuses the named kinds
+    patches = F.unfold(numbered, conv.kernel_size, 1, padding, conv.stride)[0].long() - 1  # [C * k * k, positions]
+    out = weight.new_zeros(count, count)
+    whole = filters.T @ filters
+    for position, mask in zip(patches.T, weight[0].flatten(1).T, strict=True):
+        block = whole if bool((mask == 1).all()) else filters.T @ (mask[:, None] * filters)
+        inside = position >= 0
+        index = position[inside]
+        out[index[:, None], index[None]] += block[inside][:, inside]
+    return out
+
+
+def gradient_kernel(stage: Stage, pull: Tensor) -> Tensor:
+    """Return the matrix that maps one input channel to its weight gradients, `[F * k * k, H * W]`."""
+    height, width = stage.takes[1:]
+    unit = torch.eye(height * width, dtype=pull.dtype, device=pull.device).view(-1, 1, height, width)
+    conv = stage.conv
+    seen = F.conv2d(unit, pull[0][:, None], padding=conv.padding, dilation=conv.stride)
+    rows, columns = conv.kernel_size[0], conv.kernel_size[1]
+    return seen[:, :, :rows, :columns].flatten(1).T.contiguous()
+
+
+def apply(stage: Stage, x: Tensor) -> Tensor:
+    """Return the convolution of `x`, in its precision."""
+    conv = stage.conv
+    return F.conv2d(x, conv.weight.detach().to(x.dtype), None, conv.stride, conv.padding)
+
+
+def conv_transpose(stage: Stage, y: Tensor) -> Tensor:
+    """Return the transposed convolution: the gradient at the input for the gradient `y` at the output."""
+    conv = stage.conv
+    size = (len(y), *stage.takes)
+    back: Tensor = conv2d_input(size, conv.weight.detach().to(y.dtype), y, conv.stride, conv.padding)
+    return back
+
+
+def features_of(stages: list[Stage], x: Tensor) -> Tensor:
+    """Return what the classifier receives for the input `x`."""
+    for stage in stages:
+        x = F.leaky_relu(apply(stage, x), stage.slope)
+    return x
+
+
+def output_shape(stage: Stage) -> tuple[int, ...]:
+    """Return the shape of one output of a stage, with a leading 1."""
+    like = stage.conv.weight
+    return tuple(apply(stage, torch.zeros(1, *stage.takes, dtype=like.dtype, device=like.device)).shape)
+
+
+def signs(factor: Tensor) -> tuple[float, ...]:
+    """Return the signs the classifier's factor can have: softmax minus one-hot has one negative entry at most."""
+    if len(factor) < 3:
+        return (1.0, -1.0)
+    return (1.0,) if int((factor < 0).sum()) <= int((factor > 0).sum()) else (-1.0,)
+
+
+def scale(factor: Tensor, logits: Tensor, found: Tensor, brightest: float) -> float:
+    """Return the alpha for which the input `alpha * found` gives the classifier's factor `factor / alpha`.
+
+    Three classes and more: probabilities are known up to a factor but for the label's, so their logarithms are a
+    straight line in the logits whose slope is alpha. Fewer: alpha follows from `mu / (1 + exp(mu))`, which has two
+    solutions for an example that is classified well; the one that stays within the range of pixels is taken.
+    """
+    if len(factor) > 2:
+        others = factor > 0
+        u, v = logits[others] - logits[others].mean(), factor[others].log()
+        return float((u * (v - v.mean())).sum() / u.square().sum().clamp_min(1e-300))
+    # mu is the label's margin. Times its own derivative -1 / (1 + exp(mu)) it does not depend on alpha.
+    product = float(factor[0] * (logits[0] if len(factor) == 1 else logits[0] - logits[1]))
+    largest = float(found.abs().max())
+    alphas = [float(factor[0].abs()) * (1 + math.exp(mu)) for mu in margins(product)]
+    inside = [alpha for alpha in alphas if alpha * largest <= 1.5 * brightest]
+    return max(inside) if inside else min(alphas)
+
+
+def margins(product: float) -> list[float]:
+    """Return every mu with `-mu / (1 + exp(mu)) = product`, by bisection; the nearest one where there is none.
+
+    >>> [round(mu, 6) for mu in margins(-0.2)], [round(mu, 6) for mu in margins(1.0)]
+    ([0.54488, 2.396139], [-1.278465])
+    """
+
+    def value(mu: float) -> float:
+        return -mu * math.exp(-mu) / (1 + math.exp(-mu)) if mu > 0 else -mu / (1 + math.exp(mu))
+
+    if product <= value(MU_TOP):
+        return [MU_TOP]
+    brackets = [(-abs(product) * 2 - 2, MU_TOP)] + ([(MU_TOP, 700.0)] if product < 0 else [])
+    found = []
+    for low, high in brackets:
+        falling = value(low) > value(high)
+        for _ in range(200):
+            middle = (low + high) / 2
+            if (value(middle) > product) == falling:
+                low = middle
+            else:
+                high = middle
+        found.append((low + high) / 2)
+    return found
+
+
+def chain(seen: Observation) -> tuple[list[Stage], nn.Linear, str]:
+    """Return the convolutions in order, the classifier and its name; raise `NeedError` for any other network."""
+    calls: list[tuple[str, nn.Module, Tensor]] = []
+    leaves = [(name, m) for name, m in seen.model.named_modules() if not any(True for _ in m.children())]
+    hooks = [
+        m.register_forward_pre_hook(lambda m, args, name=name: calls.append((name, m, args[0]))) for name, m in leaves
+    ]
+    like = next(seen.model.parameters())
+    try:
+        with torch.no_grad():
+            seen.model(torch.zeros(1, *seen.input_shape, dtype=like.dtype, device=like.device))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    passive = (nn.Flatten, nn.Identity)
+    parts = [call for call in calls if not isinstance(call[1], passive)]
+    *body, (head_name, head, _) = parts
+    stages = []
+    for (name, conv, x), (_, leaky, _) in zip(body[::2], body[1::2], strict=False):
+        if not (isinstance(conv, nn.Conv2d) and isinstance(leaky, nn.LeakyReLU)):
+            break
+        if conv.bias is not None or conv.groups > 1 or conv.dilation != (1, 1) or isinstance(conv.padding, str):
+            break
+        stages.append(Stage(name, conv, leaky.negative_slope, tuple(x.shape[1:])))
+    if not isinstance(head, nn.Linear) or head.bias is not None or not stages or 2 * len(stages) != len(body):
+        raise NeedError("R-GAP needs a chain of convolutions and LeakyReLUs and one linear layer, all without biases")
+    return stages, head, head_name
