@@ -18,7 +18,6 @@ log = logging.getLogger(__name__)
 LOOKS_PRUNED = 0.4  # share of exact zeros in the middle tensor from which an upload counts as pruned
 BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
 BENT = 1e-2  # change of the values, relative to their size, that is worth imitating
-TRUST_FLOOR = 1e-3
 
 Response = Callable[[Tensor], Tensor]  # an own gradient [P] -> what the client would have sent of it
 
@@ -32,6 +31,7 @@ class Target:
     low: Tensor | None = None  # [P], smallest and largest magnitude sent in the entry's tensor;
     high: Tensor | None = None  # 0 and 0 where the entry was sent, so that no size violates the band
     response: Response | None = None  # applied to the candidate's gradient before it is compared
+    noise: float = 0.0  # share of the energy compared that is noise
 
 
 @dataclass(frozen=True)
@@ -127,28 +127,30 @@ def aim(
     guess = Behaviour(looks_pruned(seen.grads), 0.0, False)
     tensors = list(zip(seen.grads.values(), known or [guess] * len(seen.grads), strict=True))
     pruned = [masked == "always" or (masked == "auto" and does.prunes) for _, does in tensors]
-    weights = []
-    for (g, does), hidden in zip(tensors, pruned, strict=True):
-        weight = (g != 0).to(g.dtype) if hidden else torch.ones_like(g)
-        if weighting == "auto" and does.noise:
-            weight = weight * _trust(g, does.noise)
-        weights.append(weight.flatten())
-    weight = torch.cat(weights)
+    weight = torch.cat(
+        [
+            ((g != 0) if hidden else torch.ones_like(g)).to(g.dtype).flatten()
+            for (g, _), hidden in zip(tensors, pruned, strict=True)
+        ]
+    )
+    noise = torch.cat([torch.full_like(g, does.noise).flatten() for g, does in tensors]) * weight
+    sent = flat(seen.grads)
+    noise_share = float(noise.square().sum() / (sent * weight).square().sum().clamp_min(1e-30))
+    if weighting == "auto" and noise_share:
+        # As a likelihood would: by one over the deviation. Below a tenth of the typical size noise does not matter.
+        typical = (sent * weight).square().sum().div(weight.sum().clamp_min(1)).sqrt()
+        trust = 1 / noise.clamp_min(0.1 * float(typical) + 1e-30)
+        weight = weight * trust / trust.amax()
     edges = [_band(g) if hidden else (torch.zeros_like(g),) * 2 for (g, _), hidden in zip(tensors, pruned, strict=True)]
     bends = reapply == "always" or (reapply == "auto" and any(does.bends for _, does in tensors))
     return Target(
-        flat(seen.grads) * weight,
+        sent * weight,
         None if bool((weight == 1).all()) else weight,
         torch.cat([low.flatten() for low, _ in edges]) if band else None,
         torch.cat([high.flatten() for _, high in edges]) if band else None,
         imitation if bends else None,
+        min(noise_share, 1.0),
     )
-
-
-def _trust(g: Tensor, noise: float) -> Tensor:
-    """Return the share of a tensor's energy that is signal, by what its noise is known to add."""
-    energy = g.square().sum() / (g != 0).sum().clamp_min(1)
-    return ((energy - noise**2) / energy.clamp_min(1e-30)).clamp_min(TRUST_FLOOR)
 
 
 def _band(g: Tensor) -> tuple[Tensor, Tensor]:

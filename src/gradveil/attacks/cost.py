@@ -20,7 +20,6 @@ class Terms:
 
     objective: str = "cosine"
     normalise: bool = True
-    tv: float = 0.0
     band: float = 0.0
     bn: float = 0.0
     l2: float = 0.0
@@ -34,9 +33,12 @@ class MatchingCost:
     Variables are the candidates `[N, B, ...]` and, where `labels` is None, label logits `[N, B, C]`.
     """
 
-    def __init__(self, simulate: Simulator, targets: Sequence[Target], labels: Tensor | None, terms: Terms) -> None:
+    def __init__(
+        self, simulate: Simulator, targets: Sequence[Target], tv: Sequence[float], labels: Tensor | None, terms: Terms
+    ) -> None:
         self.simulate, self.labels, self.terms = simulate, labels, terms
         self.sent = torch.stack([t.sent for t in targets])
+        self.tv, self.smooth = torch.tensor(tv, device=self.sent.device), any(tv)
         self.weight = _stack([t.weight for t in targets], 1.0, self.sent)
         self.low = _stack([t.low for t in targets], 0.0, self.sent)
         self.high = _stack([t.high for t in targets], 0.0, self.sent)
@@ -53,8 +55,8 @@ class MatchingCost:
         else:
             match = objectives.l2(seen, self.sent, terms.normalise)
         total = match
-        if terms.tv and x.dim() >= 4:
-            total = total + terms.tv * objectives.total_variation(x)
+        if self.smooth and x.dim() >= 4:
+            total = total + self.tv * objectives.total_variation(x)
         if terms.l2:
             total = total + terms.l2 * 0.5 * x.square().flatten(1).mean(1)
         if gap is not None:

@@ -135,7 +135,7 @@ def from_consistency(weight: Tensor, layer: nn.Linear) -> Tensor:
 
 
 def _rank_one(weight: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return u [C] and v [D] (of length 1) with u v^T close to `weight` where it was sent: alternating least squares."""
+    """Return u [C] and v [D], of length 1, with u v^T close to `weight` where it was sent (least squares in turns)."""
     mask = sent.to(weight.dtype)
     v = weight.abs().sum(0) / mask.sum(0).clamp_min(1)
     for _ in range(20):

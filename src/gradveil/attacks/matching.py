@@ -1,6 +1,7 @@
 """Gradient matching: search for pictures whose gradient looks like the one that was sent."""
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from .space import alike, box, device_of, start, trained_statistics
 log = logging.getLogger(__name__)
 
 CPU_BYTES = 2**30  # working memory of one group of candidates on a CPU; beyond it, going on in turns is as fast
+NOISY = 2.5  # total variation per share of noise, where there are as many equations as pixels; found by experiment
 COPIES = 8  # vectors as long as the gradient that one candidate needs
 
 
@@ -44,7 +46,8 @@ class GradientMatching(Attack):
         lr: Learning rate.
         steps: Number of steps at most.
         decay: "step" (a tenth after 3/8, 5/8, 7/8 of the steps), "cosine" with a short warm-up, or "none".
-        tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others.
+        tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others, and more the
+            more noise the defense adds.
         restarts: Candidates per upload, attacked together.
         box: Keep pixels within 0..1.
         init: "normal" in model-input space, or "uniform" in pixel space.
@@ -133,10 +136,18 @@ class GradientMatching(Attack):
 
     def cost(self, seen: Observation, targets: Sequence[Target], labels: Tensor | None) -> MatchingCost:
         """Return the cost of candidates for uploads of clients like `seen`."""
-        tv = (1e-4 if has_batchnorm(seen.model) else 1e-2) if self.tv is None else self.tv
         bn = self.bn if self.bn and trained_statistics(seen.model) else 0.0
-        terms = Terms(self.objective, self.normalise, tv, self.band, bn, self.l2, self.group, self.restarts)
-        return MatchingCost(simulator(seen, statistics=bn > 0, split=self.split), targets, labels, terms)
+        terms = Terms(self.objective, self.normalise, self.band, bn, self.l2, self.group, self.restarts)
+        simulate = simulator(seen, statistics=bn > 0, split=self.split)
+        return MatchingCost(simulate, targets, [self._smoothing(seen, t) for t in targets], labels, terms)
+
+    def _smoothing(self, seen: Observation, target: Target) -> float:
+        if self.tv is not None:
+            return self.tv
+        # The more noise there is in each equation, and the fewer equations for a pixel, the more the prior must say.
+        compared = target.sent.numel() if target.weight is None else int(target.weight.count_nonzero())
+        unknown = seen.num_examples * math.prod(seen.input_shape)
+        return (1e-4 if has_batchnorm(seen.model) else 1e-2) + NOISY * target.noise * unknown / max(compared, 1)
 
     def _candidates(self, seen: Observation) -> int:
         if self.chunk is not None:
