@@ -78,14 +78,20 @@ class Hardened(Defense):
     def take_back(self, sent: Grads, state: State) -> State:
         return tree.under("residual", tree.add(tree.only("residual", state), sent))
 
-    def _round(self, values: Tensor, scale: Tensor) -> Tensor:
+    def levels(self) -> list[float]:
+        """Return the magnitudes that can be sent, in units of the noise; none if values are not rounded."""
         if not self.bits:
-            return values
+            return []
         # In the long run a value is this noise, the last one taken back, and the rounding of both.
-        unit = scale * math.sqrt((2 + self.noise**-2) / (1 - _ERROR[self.bits]))
-        levels = _LEVELS[self.bits]
+        spread = math.sqrt((2 + self.noise**-2) / (1 - _ERROR[self.bits]))
+        return [level * spread for level in _LEVELS[self.bits]]
+
+    def _round(self, values: Tensor, scale: Tensor) -> Tensor:
+        levels = self.levels()
+        if not levels:
+            return values
         size = values.abs()
         rounded = torch.full_like(values, levels[0])
         for low, high in pairwise(levels):
-            rounded += (size > unit * (low + high) / 2) * (high - low)
-        return torch.copysign(rounded * unit, values)
+            rounded += (size > scale * (low + high) / 2) * (high - low)
+        return torch.copysign(rounded * scale, values)

@@ -27,7 +27,7 @@ SHIFTS = (24, 16, 8, 0)
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """Where each program works, and the ranks of each tensor's band; the same in every round."""
 
     chunks: Tensor  # [programs, 2]: segment, first index
@@ -37,14 +37,14 @@ class _Plan:
 
 
 @lru_cache(maxsize=8)
-def _plan(sizes: tuple[int, ...], bands: tuple[tuple[int, int], ...], device: torch.device) -> _Plan:
+def plan_for(sizes: tuple[int, ...], bands: tuple[tuple[int, int], ...], device: torch.device) -> Plan:
     counts = [-(-n // CHUNK) for n in sizes]
     per_segment = torch.tensor(counts)
     segment = torch.repeat_interleave(torch.arange(len(sizes)), per_segment)
     first = per_segment.cumsum(0) - per_segment
     start = (torch.arange(len(segment)) - first[segment]) * CHUNK
     ranks = torch.tensor([(top, top + kept) for top, kept in bands], dtype=torch.int32)
-    return _Plan(
+    return Plan(
         torch.stack([segment, start], 1).to(device),
         torch.tensor(sizes).to(device),
         first.to(device),
@@ -71,7 +71,7 @@ class Selector:
         device = values[0].device
         self._keep = (list(values), list(residuals or ()), list(sent), list(held))
         self._feedback = residuals is not None
-        self._plan = _plan(tuple(v.numel() for v in values), tuple(bands), device)
+        self._plan = plan_for(tuple(v.numel() for v in values), tuple(bands), device)
         rows = (values, residuals or values, sent, held)
         self._pointers = torch.tensor([[t.data_ptr() for t in row] for row in rows], device=device)
         self._segments = s = len(values)

@@ -6,6 +6,7 @@ A guard owns the users' defense states. `step` may overwrite the gradients and r
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from .. import select, tree
 from ..core import Batch, Defense, Masks, State, Step
 from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, Hardened, Identity, TopK
 from ..errors import GradientError
+from ..select import gpu
 from ..veil import derive_rng
 from .flat import InPlace, Layout
 from .job import Job
@@ -152,29 +154,31 @@ class Aligned(_Feedback):
 
 
 class Noisy(_Feedback):
-    """The hardened release, tensor by tensor but for all users at once."""
+    """The hardened release for all users at once."""
 
     def __init__(self, defense: Hardened, rows: Rows, job: Job) -> None:
         super().__init__(defense, rows, feedback=True)
-        self._release = defense.release
-        self._job = job
-        self._noise = rows.scratch()
+        assert self.held is not None
+        self._defense, self._job = defense, job
+        grads, held = rows.segments(rows.grads), rows.segments(self.held)
+        self._pairs = list(zip(grads, held, strict=True))
+        self._kernel: Any = None
+        if rows.grads.is_cuda and gpu.AVAILABLE:
+            from .release import Release
+
+            self._kernel = Release(defense, grads, held)
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
-        assert self.held is not None
         rng = derive_rng(self._job.settings.seed, "all", round_, "noise", self._job.device.type)
-        self._noise.normal_(generator=rng)
-        sizes = self.rows.layout.sizes
-        parts = [torch.split(rows[:, : self.rows.layout.total], sizes, dim=1) for rows in self._buffers()]
-        for grads, residual, noise in zip(*parts, strict=True):
-            sent, held = self._release(grads, residual, noise)
-            grads.copy_(sent)
-            residual.copy_(held)
+        if self._kernel is not None:
+            self._kernel.run(rng.initial_seed())
+            return self.rows.grads
+        for grads, held in self._pairs:
+            normal = torch.randn(1, grads.numel(), generator=rng, device=grads.device)
+            sent, rest = self._defense.release(grads[None], held[None], normal)
+            grads.copy_(sent[0])
+            held.copy_(rest[0])
         return self.rows.grads
-
-    def _buffers(self) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.held is not None
-        return self.rows.grads, self.held, self._noise
 
 
 class Each(Guard):

@@ -1,0 +1,93 @@
+"""The hardened release of all users' tensors on a GPU in two launches; the noise is drawn inside the kernel."""
+# mypy: ignore-errors
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..defenses import Hardened
+from ..select.gpu import CHUNK, plan_for
+
+BLOCK = 1024
+
+
+@triton.jit
+def _locate(chunks, sizes, pointers, segments, CHUNK: tl.constexpr):
+    pid = tl.program_id(0)
+    segment = tl.load(chunks + 2 * pid)
+    start = tl.load(chunks + 2 * pid + 1)
+    left = tl.minimum(tl.load(sizes + segment) - start, CHUNK).to(tl.int32)
+    grads = tl.load(pointers + segment).to(tl.pointer_type(tl.float32)) + start
+    held = tl.load(pointers + segments + segment).to(tl.pointer_type(tl.float32)) + start
+    return segment, left, grads, held
+
+
+@triton.jit
+def _squares(chunks, sizes, pointers, segments, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    segment, left, grads, _ = _locate(chunks, sizes, pointers, segments, CHUNK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for j in range(tl.cdiv(left, BLOCK)):
+        i = j * BLOCK + tl.arange(0, BLOCK)
+        v = tl.load(grads + i, mask=i < left, other=0.0)
+        total += v * v
+    tl.atomic_add(sums + segment, tl.sum(total))
+
+
+@triton.jit
+def _release(
+    chunks,
+    sizes,
+    pointers,
+    segments,
+    sums,
+    seed,
+    noise,
+    levels,
+    forget,
+    LEVELS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    segment, left, grads, held = _locate(chunks, sizes, pointers, segments, CHUNK)
+    scale = noise * tl.sqrt(tl.load(sums + segment) / tl.load(sizes + segment).to(tl.float32))
+    for j in range(tl.cdiv(left, BLOCK)):
+        i = j * BLOCK + tl.arange(0, BLOCK)
+        inside = i < left
+        total = tl.load(grads + i, mask=inside, other=0.0) + tl.load(held + i, mask=inside, other=0.0)
+        drawn = tl.randn(seed, tl.program_id(0) * CHUNK + i) * scale
+        sent = total + drawn
+        if LEVELS > 0:
+            size = tl.full([BLOCK], 0.0, tl.float32) + tl.load(levels) * scale
+            for k in tl.static_range(1, LEVELS):
+                low, high = tl.load(levels + k - 1) * scale, tl.load(levels + k) * scale
+                size = tl.where(tl.abs(sent) > (low + high) / 2, high, size)
+            sent = tl.where(sent < 0, -size, size)
+        tl.store(grads + i, sent, mask=inside)
+        tl.store(held + i, total - sent + drawn * forget, mask=inside)
+
+
+class Release:
+    """Overwrites gradients with what is sent and residuals with what is held back; addresses must not change."""
+
+    def __init__(self, defense: Hardened, grads: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+        device = grads[0].device
+        self._keep = (list(grads), list(held))
+        self._defense = defense
+        self._plan = plan_for(tuple(g.numel() for g in grads), ((0, 0),) * len(grads), device)
+        self._pointers = torch.tensor([[t.data_ptr() for t in row] for row in (grads, held)], device=device)
+        self._sums = torch.zeros(len(grads), device=device)
+        self._levels = torch.tensor(defense.levels() or [0.0], device=device)
+
+    def run(self, seed: int) -> None:
+        """Launch both kernels; `seed` settles the noise."""
+        where = (self._plan.chunks, self._plan.sizes, self._pointers, len(self._sums), self._sums)
+        programs = (len(self._plan.chunks),)
+        self._sums.zero_()
+        _squares[programs](*where, CHUNK=CHUNK, BLOCK=BLOCK)
+        levels, defense = self._levels, self._defense
+        count = len(defense.levels())
+        forget = 1 - defense.memory
+        _release[programs](*where, seed % 2**31, defense.noise, levels, forget, LEVELS=count, CHUNK=CHUNK, BLOCK=BLOCK)

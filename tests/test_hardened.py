@@ -1,0 +1,113 @@
+"""The hardened release: unbiased over time, bounded, cheap on the wire, and only as informative as it claims."""
+
+import math
+
+import pytest
+import torch
+
+from gradveil import Step, Veil, theory, tree, unseal
+from gradveil.defenses import Hardened
+
+N = 20_000
+
+
+def gradient(rng: torch.Generator) -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(N, generator=rng) ** 3, "b": torch.randn(10, generator=rng)}
+
+
+@pytest.mark.parametrize("bits", [0, 1, 2, 3])
+@pytest.mark.parametrize("noise", [1.0, 16.0])
+def test_nothing_is_lost_and_the_residual_stays_bounded(bits: int, noise: float, rng: torch.Generator) -> None:
+    veil = Veil(Hardened(noise, bits), gradient(rng), seed=1)
+    came, left, norms = torch.zeros(N), torch.zeros(N), []
+    for _ in range(40):
+        g = gradient(rng)
+        came += g["w"]
+        left += unseal(veil.seal(g, 1))["w"]
+        assert veil.residual is not None
+        norms.append(float(veil.residual["w"].norm() / (noise * g["w"].norm())))
+    torch.testing.assert_close(left + veil.residual["w"], came, rtol=1e-4, atol=1e-3 * noise)
+    assert max(norms[20:]) < 2.0  # about one noise, never more than a few
+    assert sum(norms[30:]) / 10 < 1.5 * sum(norms[10:20]) / 10
+
+
+def test_noise_taken_back_does_not_add_up(rng: torch.Generator) -> None:
+    """With memory the error of the running sum is one noise; without, it grows with the square root of time."""
+    errors = {}
+    for memory in (1.0, 0.0):
+        veil = Veil(Hardened(noise=4.0, bits=0, memory=memory), gradient(rng), seed=2)
+        came, left = torch.zeros(N), torch.zeros(N)
+        for _ in range(100):
+            g = {"w": torch.randn(N, generator=rng), "b": torch.zeros(10)}
+            came += g["w"]
+            left += unseal(veil.seal(g, 1))["w"]
+        errors[memory] = float((left - came).std())
+    assert errors[1.0] == pytest.approx(4.0, rel=0.05)
+    assert errors[0.0] == pytest.approx(40.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("bits", "most"), [(1, 1.05), (2, 1.95), (3, 2.9)])
+def test_bits_on_the_wire(bits: int, most: float, rng: torch.Generator) -> None:
+    veil = Veil(Hardened(64.0, bits), gradient(rng), seed=3)
+    for _ in range(3):
+        payload = veil.seal(gradient(rng), 1)
+    assert 8 * (payload.nbytes - 100) / N < most
+    assert len(unseal(payload)["w"].abs().unique()) == 2 ** (bits - 1)
+
+
+def test_an_upload_carries_no_more_than_its_bound(rng: torch.Generator) -> None:
+    """Which of two opposite gradients was sent: the best test's error must not beat what the information allows."""
+    g = torch.randn(400, generator=rng)
+    for noise in (20.0, 60.0):
+        wins, trials = 0, 2000
+        defense = Hardened(noise, bits=2)
+        state = defense.init({"w": g})
+        signs = torch.randint(0, 2, (trials,), generator=rng) * 2 - 1
+        for sign in signs:
+            sent, _ = defense.apply({"w": g * sign}, state, Step(rng))
+            wins += bool(torch.sign(sent["w"] @ g) == sign)
+        nats = theory.release_information(400, noise)
+        # Fano for one fair bit: the error is at least what leaves this much information.
+        error = 1 - wins / trials
+        carried = math.log(2) + error * math.log(max(error, 1e-9)) + (1 - error) * math.log(1 - error)
+        assert carried <= nats + 3 / math.sqrt(trials)
+        assert wins / trials > 0.5  # and it does carry something: the bound is not met by sending nothing
+
+
+def test_zero_gradients_send_zeros(rng: torch.Generator) -> None:
+    veil = Veil(Hardened(), {"w": torch.zeros(50)}, seed=1)
+    assert not unseal(veil.seal({"w": torch.zeros(50)}, 1))["w"].any()
+
+
+def test_undo_puts_everything_back(rng: torch.Generator) -> None:
+    veil = Veil(Hardened(), gradient(rng), seed=1)
+    g = gradient(rng)
+    veil.undo(veil.seal(g, 1))
+    assert veil.residual is not None
+    assert tree.global_norm(tree.sub(veil.residual, g)) < 1e-3 * tree.global_norm(g)
+
+
+@pytest.mark.parametrize("wrong", [{"noise": 0.0}, {"noise": -1.0}, {"bits": 5}, {"memory": 1.5}])
+def test_arguments(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        Hardened(**wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("bits", [0, 1, 2, 3])
+def test_gpu_kernel_does_the_same(bits: int, rng: torch.Generator) -> None:
+    from gradveil.training.release import Release
+
+    sizes = [1, 10, 5000, 100_001]
+    grads, held = ([torch.randn(n, generator=rng).cuda() for n in sizes] for _ in range(2))
+    totals = [g + h for g, h in zip(grads, held, strict=True)]
+    scales = [8.0 * float(g.square().mean().sqrt()) for g in grads]
+    defense = Hardened(8.0, bits)
+    Release(defense, grads, held).run(5)
+    for sent, rest, total, scale in zip(grads, held, totals, scales, strict=True):
+        torch.testing.assert_close(sent + rest, total, rtol=1e-4, atol=1e-3)
+        for level in sent.abs().unique().tolist() if bits else ():
+            assert min(abs(level / scale / known - 1) for known in defense.levels()) < 1e-3
+    error = (grads[3] - totals[3]).std() / scales[3]
+    assert 0.9 < float(error) < 1.6
