@@ -127,3 +127,14 @@ def test_denormal_and_huge_values_stay_finite(bits):
 def test_bad_arguments_are_named(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Quantize(**wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("bits", BITS)
+def test_a_gpu_rounds_as_the_cpu_does(bits):
+    g = pruned()
+    torch.testing.assert_close(quantised(g.cuda(), bits).cpu(), quantised(g, bits), rtol=1e-6, atol=0)
+    on_gpu = Step(rng=torch.Generator("cuda").manual_seed(0))
+    out = Quantize(bits, "stochastic").apply({"w": g.cuda()}, {}, on_gpu)[0]["w"]
+    assert torch.equal((out != 0).cpu(), g != 0)

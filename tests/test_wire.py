@@ -287,3 +287,14 @@ def test_kernels_compile_where_no_folder_can_be_written(monkeypatch):
 
     monkeypatch.setattr(numba, "njit", read_only)
     assert compiled(lambda x: x + 1)(1) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_gpu_come_back_to_it():
+    grads = {"w": band(5_000, 0.2).cuda().reshape(50, 100).T, "b": band(30, 0.5, dtype=torch.bfloat16).cuda()}
+    mask = {name: g != 0 for name, g in grads.items()}
+    for within in (None, mask):
+        back = wire.decode(wire.encode(grads, within=within), like=grads, within=within)
+        assert all(tensor.is_cuda for tensor in back.values())
+        assert_same(grads, back)

@@ -11,7 +11,7 @@ from gradveil.cli import app, commands  # noqa: F401
 @pytest.mark.slow
 def test_a_resnet18_upload_is_small_and_fast(tmp_path):
     path = tmp_path / "codec.json"
-    command = ["bench", "codec", "--rounds", "2", "--batch", "2", "--repeats", "2", "--json", str(path)]
+    command = ["bench", "codec", "--rounds", "2", "--batch", "2", "--repeats", "1", "--json", str(path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     results = json.loads(path.read_text())["results"]

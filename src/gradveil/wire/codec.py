@@ -44,10 +44,10 @@ def decode(
 ) -> Grads:
     """Return the gradient tree of a payload body; entries that were not sent are exact zeros.
 
-    Guarantees: anything that is not a payload raises `WireError` after work bounded by the number of bytes, and
-    before anything of a declared size is allocated. `like` gives names, shapes and types, which must match exactly,
-    and the devices to put the tensors on; without it the payload may declare `max_entries` in all. Does not guarantee
-    who sent the bytes: the checksum finds accidents, not forgeries.
+    Guarantees: anything that is not a payload raises `WireError`, after work in proportion to its bytes. `like` gives
+    names, shapes and types, which must match exactly before anything is allocated, and the devices to put the tensors
+    on; without it the payload may declare `max_entries` in all. Does not guarantee who sent the bytes: the checksum
+    finds accidents, not forgeries.
     """
     if like is None:
         frame = read_frame(body)
