@@ -30,7 +30,7 @@ def dgp(top: float = 0.05, bottom: float = 0.75, rounding: str = "floor") -> Def
 def adgp(keep: float = 0.2, top: float = 0.05) -> Defense:
     """Aligned dual gradient pruning as published, with error feedback; needs the round's common mask.
 
-    Compose: like `dgp`; noise behind it would leave the mask unless it goes to sent entries only. One per Chain.
+    Compose: like `dgp`; noise behind it would leave the mask unless it goes to sent entries only.
     """
     return ErrorFeedback(AlignedDualPrune(keep, top))
 
