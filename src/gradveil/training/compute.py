@@ -49,6 +49,9 @@ class Compute:
         # Autocast would cast these weights once per user; here it happens once per round, with the same result.
         half = self.layout.rows(1, device, torch.bfloat16)[0] if job.settings.precision == "bf16" else None
         self._half = half
+        self._sources = self._readable()
+        self._targets = [list(self.layout.views(row).values()) for row in self.rows.grads]
+        self._buffers = [self.buffer_layout.views(row) for row in self.statistics]
         self._batches: list[Batch] = []  # what the graph reads
         self._graph: torch.cuda.CUDAGraph | None = None
         self._lanes = [torch.cuda.Stream(device) for _ in range(min(lanes, users))] if device.type == "cuda" else []
@@ -120,16 +123,14 @@ class Compute:
 
     def _one_user(self, user: int, batch: Batch) -> None:
         # Leaves of its own: autograd then keeps the users apart, though all read the same memory.
-        leaves = {name: w.detach().requires_grad_() for name, w in self._readable().items()}
-        buffers = self.buffer_layout.views(self.statistics[user])
-        outputs = functional_call(self._net, {**leaves, **buffers}, (batch.inputs,))
+        leaves = {name: w.detach().requires_grad_() for name, w in self._sources.items()}
+        outputs = functional_call(self._net, {**leaves, **self._buffers[user]}, (batch.inputs,))
         loss = self._job.loss_fn(outputs, batch.labels)
         self.losses[user].copy_(loss.detach())
         auxiliary = getattr(self._net, "auxiliary_loss", None)
         whole = loss if auxiliary is None else loss + auxiliary()
-        found = torch.autograd.grad(whole, list(leaves.values()), allow_unused=True)
-        targets = self.layout.views(self.rows.grads[user]).values()
-        pairs = [(t, g) for t, g in zip(targets, found, strict=True) if g is not None]
+        found = torch.autograd.grad(whole, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        pairs = list(zip(self._targets[user], found, strict=True))
         with torch.no_grad():
             for dtype in {g.dtype for _, g in pairs}:  # one kernel needs one type
                 alike = [(t, g) for t, g in pairs if g.dtype == dtype]

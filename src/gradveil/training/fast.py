@@ -62,6 +62,9 @@ class FastTrainer:
         self._shares = None if (sizes == sizes[0]).all() else (sizes / sizes.sum())[:, None]
         self._wire_every = job.settings.wire_every or job.rounds_per_epoch
         self._encoder = ThreadPoolExecutor(1)
+        # How many batches BatchNorm had seen before the run: the fast passes do not count them.
+        counters = ((name, b) for name, b in job.model.named_buffers() if name.endswith("num_batches_tracked"))
+        self._counted = {name: int(counter) for name, counter in counters}
 
     def __iter__(self) -> Iterator[Round]:
         while self.round < self.job.rounds:
@@ -172,8 +175,8 @@ class FastTrainer:
         for name, buffer in self.model.named_buffers():
             if name in common:
                 buffer.copy_(common[name])
-            elif name.endswith("num_batches_tracked"):
-                buffer.fill_(self.round)
+            elif name in self._counted:
+                buffer.fill_(self._counted[name] + self.round)
 
     def _probe(self, index: int) -> Probe:
         sends_statistics = self.job.settings.batchnorm != "local"
