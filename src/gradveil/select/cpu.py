@@ -12,9 +12,10 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
+
+from ..jit import compiled
 
 Floats = NDArray[np.float32]
 Keys = NDArray[np.uint32]
@@ -25,7 +26,7 @@ _NOT_FINITE = 0x7F80  # upper bits of infinity and NaN begin here
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _boundary(counts: Any, rank: int) -> tuple[int, int]:
     """Return (bin, how many of its entries rank above the boundary) for the boundary below the `rank` largest."""
     above = 0
@@ -36,7 +37,7 @@ def _boundary(counts: Any, rank: int) -> tuple[int, int]:
     return 0, counts[0]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _count_high(keys: Any, counts: Any) -> None:
     # Two tables in turn: neighbours of equal magnitude would otherwise wait for each other's store.
     half = counts.size // 2
@@ -49,7 +50,7 @@ def _count_high(keys: Any, counts: Any) -> None:
         counts[b] += counts[half + b]
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _threshold(keys: Any, high: int, low: Any, rank_in_bin: int) -> tuple[int, int]:
     """Return (exact magnitude key, last index at which an equal magnitude still ranks above the boundary)."""
     low_bin, wanted = _boundary(low, rank_in_bin)
@@ -66,7 +67,7 @@ def _threshold(keys: Any, high: int, low: Any, rank_in_bin: int) -> tuple[int, i
     return key, keys.size
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _bounds(keys: Any, top: int, kept: int) -> tuple[int, int, int, int, bool]:
     """Return the exact upper and lower ends of the band as (key, last index above) twice, and whether all is finite."""
     counts = np.zeros(2 * _HIGH_BINS, np.int64)
@@ -89,7 +90,7 @@ def _bounds(keys: Any, top: int, kept: int) -> tuple[int, int, int, int, bool]:
     return key_top, last_top, key_end, last_end, True
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _limits(bounds: Any, n: int) -> tuple[np.float32, np.float32, bool]:
     """Return (smallest magnitude sent, smallest magnitude above the band, whether that decides every tie)."""
     key_top, last_top, key_end, last_end, _ = bounds
@@ -100,7 +101,7 @@ def _limits(bounds: Any, n: int) -> tuple[np.float32, np.float32, bool]:
     return limits[0], limits[1], (last_top == n or last_top == -1) and (last_end == n or last_end == -1)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _cut_ties(keys: Any, bounds: Any, i: int) -> bool:
     key_top, last_top, key_end, last_end, _ = bounds
     key = keys[i] & _MAGNITUDE
@@ -108,7 +109,7 @@ def _cut_ties(keys: Any, bounds: Any, i: int) -> bool:
     return (key > key_end or (key == key_end and i <= last_end)) and not above_top
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _prune(values: Any, keys: Any, top: int, kept: int, sent: Any) -> bool:
     bounds = _bounds(keys, top, kept)
     if not bounds[4]:
@@ -124,7 +125,7 @@ def _prune(values: Any, keys: Any, top: int, kept: int, sent: Any) -> bool:
     return True
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled
 def _prune_with_feedback(values: Any, residual: Any, top: int, kept: int, sent: Any, held: Any, keys: Any) -> bool:
     """Like `_prune` of values + residual; `keys` are the bits of `held`, which receives what is not sent."""
     for i in range(values.size):

@@ -38,6 +38,7 @@ class Plan:
 
 @lru_cache(maxsize=8)
 def plan_for(sizes: tuple[int, ...], bands: tuple[tuple[int, int], ...], device: torch.device) -> Plan:
+    """Return the plan of these tensors; kept, because it holds for every round."""
     counts = [-(-n // CHUNK) for n in sizes]
     per_segment = torch.tensor(counts)
     segment = torch.repeat_interleave(torch.arange(len(sizes)), per_segment)

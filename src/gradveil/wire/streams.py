@@ -6,7 +6,7 @@ their table, reads are compared with the end of the stream, and outputs are size
 
 import numpy as np
 
-from .jit import compiled
+from ..jit import compiled
 
 LOWEST = 1 << 16  # a coder state lies in [LOWEST, 2^32); it starts and must end at LOWEST
 STATES = 8  # bytes of the two final coder states at the head of a stream

@@ -1,4 +1,4 @@
-"""How the loops of the wire format are compiled."""
+"""How the loops of selection and wire format are compiled."""
 
 from collections.abc import Callable
 from typing import Any
