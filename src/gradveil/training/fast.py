@@ -21,9 +21,9 @@ from ..errors import ConfigError, StateError
 from . import statistics
 from .checkpoint import Checkpoint, load_checkpoint, require_same, save_checkpoint
 from .compute import LANES, Compute
-from .guards import guard_for, require_finite_losses
 from .job import Job, evaluate, kernels, own_randomness
 from .probe import Probe
+from .protectors import protector_for, require_finite_losses
 from .rounds import Round
 
 CHUNK = {"cuda": 1000, "cpu": 10}  # rounds at most between two looks at the losses; a GPU must not be kept waiting
@@ -56,7 +56,7 @@ class FastTrainer:
         self.round = 0
         self.model = job.model
         self._compute = Compute(job, lanes)
-        self._guard = guard_for(job.defense, self._compute.rows, job)
+        self._protector = protector_for(job.defense, self._compute.rows, job)
         self._momentum = torch.zeros_like(self._compute.weights)
         sizes = torch.tensor(job.feed.sizes, device=job.device, dtype=torch.float32)
         self._shares = None if (sizes == sizes[0]).all() else (sizes / sizes.sum())[:, None]
@@ -90,7 +90,7 @@ class FastTrainer:
         bytes_and_norms = {index: measuring.result() for index, measuring in measured.items()}
         seconds = (time.perf_counter() - started) / (stop - first)
         require_finite_losses(losses, first)
-        self._guard.require_finite()
+        self._protector.require_finite()
         accuracy = self.evaluate() if job.evaluate_after(stop - 1) else None
         return [
             Round(
@@ -122,7 +122,7 @@ class FastTrainer:
             settings=self.job.settings,
             model=dict(self.model.state_dict()),
             momentum=compute.layout.views(self._momentum),
-            users=[{**tree.under("state", state), "round": done} for state in self._guard.states()],
+            users=[{**tree.under("state", state), "round": done} for state in self._protector.states()],
             local=[{**part, **counters} for part in local] if self.job.settings.batchnorm == "local" else [],
         )
         save_checkpoint(path, saved)
@@ -136,7 +136,7 @@ class FastTrainer:
         self.model.load_state_dict(saved.model)  # writes through to the flat weights
         self._compute.layout.write(self._momentum, saved.momentum)
         self._compute.load_buffers(saved.local or [saved.model] * self.job.settings.users)
-        self._guard.load([tree.only("state", user) for user in saved.users])
+        self._protector.load([tree.only("state", user) for user in saved.users])
         self.round = saved.round
 
     def _next_stop(self) -> int:
@@ -154,10 +154,10 @@ class FastTrainer:
         job, compute = self.job, self._compute
         whole = job.feed.gather(draw)
         parts = zip(whole.inputs.split(job.feed.sizes), whole.labels.split(job.feed.sizes), strict=True)
-        batches = self._guard.prepare(index, [Batch(*part) for part in parts])
+        batches = self._protector.prepare(index, [Batch(*part) for part in parts])
         compute.run(batches, index)
         probe = None if index % self._wire_every else self._probe(index)
-        sent = self._guard.step(index, batches) if probe is None else probe.timed_step(index, batches)
+        sent = self._protector.step(index, batches) if probe is None else probe.timed_step(index, batches)
         mean = sent.mean(0) if self._shares is None else (sent * self._shares).sum(0)
         # Encoding takes a CPU thread a second at most, while the GPU goes on.
         found = None if probe is None else self._encoder.submit(probe.measure(sent, mean))
@@ -180,4 +180,4 @@ class FastTrainer:
 
     def _probe(self, index: int) -> Probe:
         sends_statistics = self.job.settings.batchnorm != "local"
-        return Probe(self._compute, self._guard, index // self._wire_every, sends_statistics)
+        return Probe(self._compute, self._protector, index // self._wire_every, sends_statistics)

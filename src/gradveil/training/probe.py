@@ -11,15 +11,15 @@ from .. import wire
 from ..core import Batch, Payload, Tensors
 from .compute import Compute
 from .flat import Layout
-from .guards import Guard
+from .protectors import Protector
 from .traffic import Traffic, entries_sent, paper_bytes
 
 
 class Probe:
     """Watches one round; users take turns."""
 
-    def __init__(self, compute: Compute, guard: Guard, turn: int, sends_statistics: bool) -> None:
-        self._compute, self._guard = compute, guard
+    def __init__(self, compute: Compute, protector: Protector, turn: int, sends_statistics: bool) -> None:
+        self._compute, self._protector = compute, protector
         self._users = compute.rows.users
         self._user = turn % self._users
         self._sends_statistics = sends_statistics
@@ -29,16 +29,16 @@ class Probe:
         self._seconds = 0.0
 
     def timed_step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
-        """Let the guard do its step and note how long it took."""
+        """Let the protector do its step and note how long it took."""
         started = self._now()
-        sent = self._guard.step(round_, batches)
+        sent = self._protector.step(round_, batches)
         self._seconds = self._now() - started
         return sent
 
     def measure(self, sent: Tensor, mean: Tensor) -> Callable[[], dict[str, Any]]:
         """Copy what is needed to the CPU; return what works out the fields of a `Round` from it, in any thread."""
         compute, row = self._compute, sent[self._user]
-        mask = None if self._guard.mask is None else {name: m.cpu() for name, m in self._guard.mask.items()}
+        mask = None if self._protector.mask is None else {name: m.cpu() for name, m in self._protector.mask.items()}
         norms, seconds, total = self._norms(row), self._seconds / self._users, compute.layout.total
         nonzero = int(torch.count_nonzero(row))
         counted = entries_sent(self._raw_nonzero, nonzero, total)
@@ -67,7 +67,7 @@ class Probe:
         return finish
 
     def _norms(self, row: Tensor) -> dict[str, float]:
-        held = self._guard.residual(self._user)
+        held = self._protector.residual(self._user)
         if held is None:
             return {"residual_ratio": 0.0, "gamma": 0.0}
         residual = float(torch.linalg.vector_norm(held))

@@ -1,6 +1,6 @@
 """Defenses over the gradients of all users at once. What the pruning defenses do to one user they do here to all.
 
-A guard owns the users' defense states. `step` may overwrite the gradients and returns what is sent.
+A protector owns the users' defense states. `step` may overwrite the gradients and returns what is sent.
 """
 
 from abc import ABC, abstractmethod
@@ -42,7 +42,7 @@ class Rows:
         return [part for row in rows for part in self.layout.segments(row)]
 
 
-class Guard(ABC):
+class Protector(ABC):
     """One defense for all users."""
 
     def __init__(self, defense: Defense, rows: Rows) -> None:
@@ -62,7 +62,7 @@ class Guard(ABC):
         """Return the defense state of every user."""
         return [{} for _ in range(self.rows.users)]
 
-    def load(self, states: Sequence[State]) -> None:  # noqa: B027  (most guards have no state)
+    def load(self, states: Sequence[State]) -> None:  # noqa: B027  (most protectors have no state)
         """Continue from `states`."""
 
     def residual(self, user: int) -> Tensor | None:
@@ -73,15 +73,15 @@ class Guard(ABC):
         """Raise `GradientError` if a gradient since the last call was not finite."""
 
 
-class Open(Guard):
+class Open(Protector):
     """No defense."""
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         return self.rows.grads
 
 
-class _Feedback(Guard):
-    """A guard that may hold residuals."""
+class _Feedback(Protector):
+    """A protector that may hold residuals."""
 
     def __init__(self, defense: Defense, rows: Rows, feedback: bool) -> None:
         super().__init__(defense, rows)
@@ -181,7 +181,7 @@ class Noisy(_Feedback):
         return self.rows.grads
 
 
-class Each(Guard):
+class Each(Protector):
     """Any other defense, user by user, exactly as a `Veil` would apply it."""
 
     def __init__(self, defense: Defense, rows: Rows, job: Job) -> None:
@@ -226,8 +226,8 @@ class Each(Guard):
         return row
 
 
-def guard_for(defense: Defense, rows: Rows, job: Job) -> Guard:
-    """Return the fastest guard that does what `defense` does."""
+def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
+    """Return the fastest protector that does what `defense` does."""
     operator = defense.inner if isinstance(defense, ErrorFeedback) else defense
     if isinstance(operator, Identity):
         return Open(defense, rows)
