@@ -16,7 +16,7 @@ LAYERS: list[set[str]] = [
     {"veil", "attacks", "generator", "guard"},
     {"gate"},
     {"training", "audit", "cost", "config", "sweep"},
-    {"engines", "ui"},
+    {"engines", "ui", "reproduce"},
     {"cli", "__main__"},
 ]
 ALLOWED = {

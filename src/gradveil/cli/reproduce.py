@@ -1,0 +1,85 @@
+"""`gradveil reproduce`: the paper table by table, and the pages made of what came out."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from ..reproduce import NAMES, SCALES, Outcome, Session, run
+from ..reproduce.cells import key
+from ..reproduce.tables import TABLES
+from . import app, err, out
+
+group = typer.Typer(
+    no_args_is_help=True, help="Run the tables of the DGP paper and compare; `render` writes docs/results.md."
+)
+app.add_typer(group, name="reproduce")
+
+Folder = Annotated[Path, typer.Option("--out", "-o", help="Where results lie; what is there is not run again.")]
+Root = Annotated[str | None, typer.Option(help="Where the dataset's files lie.")]
+ScaleName = Annotated[str, typer.Option("--scale", help="quick: minutes on a CPU. full: the paper's, on a GPU.")]
+STYLES = {"done": "green", "recorded": "dim", "untrained": "yellow", "failed": "red", "no time": "yellow"}
+
+
+def _command(name: str) -> None:
+    text = "Every table and figure, the most telling cells first." if name == "all" else TABLES[name].__doc__
+
+    @group.command(name, help=text)
+    def reproduce(
+        scale: ScaleName = "quick",
+        device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, or auto.")] = "auto",
+        root: Root = None,
+        seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2.")] = "0",
+        folder: Folder = Path("results"),
+        minutes: Annotated[float | None, typer.Option(help="Stop cleanly after this long.")] = None,
+        cells: Annotated[str, typer.Option(help="Only cells whose name matches, such as 'ig*_dgp_*'.")] = "*",
+        train: Annotated[bool, typer.Option("--train", help="Full scale: also run the missing training runs.")] = False,
+        dry: Annotated[bool, typer.Option("--dry", help="Only list the cells.")] = False,
+    ) -> None:
+        session = Session(
+            scale=SCALES[_known(scale)],
+            folder=folder,
+            root=root,
+            device=device,
+            minutes=0.0 if dry else minutes,
+            train=train,
+            command=shlex.join(["gradveil", *sys.argv[1:]]),
+        )
+        out.print(f"{name}, {session.scale.note}.", markup=False, highlight=False)
+        outcomes = run(name, session, seeds=_numbers(seeds), pattern=cells, tell=_tell)
+        count = {status: sum(o.status == status for o in outcomes) for status in STYLES}
+        summary = ", ".join(f"{number} {status}" for status, number in count.items() if number)
+        out.print(f"{summary or 'no cell matches'}; {session.scale.name} scale, in {folder / session.scale.name}")
+        if count["no time"] and not dry:
+            out.print("the same command goes on where this one stopped")
+        if count["failed"]:
+            raise typer.Exit(1)
+
+
+for _name in NAMES:
+    _command(_name)
+
+
+def _tell(outcome: Outcome, done: int, total: int) -> None:
+    style = STYLES[outcome.status]
+    took = f" {outcome.seconds:.1f} s" if outcome.seconds else ""
+    line = f"{done:>3}/{total} [{style}]{outcome.status}[/]{took}  {escape(key(outcome.cell))}"
+    if outcome.note:
+        line += f"  [dim]{escape(outcome.note)}[/]"
+    (err if outcome.status == "failed" else out).print(line, highlight=False, soft_wrap=True)
+
+
+def _known(scale: str) -> str:
+    if scale not in SCALES:
+        raise ValueError(f"scale must be one of {', '.join(SCALES)}, got {scale!r}")
+    return scale
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"seeds must look like 0 or 0,1,2, got {text!r}") from None

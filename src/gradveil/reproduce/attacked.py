@@ -1,0 +1,192 @@
+"""Running one attack cell: the clients of the audit send, the attacker guesses, every picture is scored."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import data as datasets
+from .. import metrics, models, tree
+from ..attacks import ATTACKS
+from ..audit import clients
+from ..audit.clients import Sent
+from ..audit.plan import Plan, Subject
+from ..audit.report import Column, ColumnInfo
+from ..core import Attack, Reconstruction
+from ..data import Dataset, to_pixels
+from ..defenses import DEFENSES
+from ..errors import ConfigError
+from ..gate import observe
+from ..gradients import local_update, parameters
+from ..spec import build, to_text
+from ..training.job import fitted
+from ..veil import Veil, derive_rng
+from .cells import AttackCell
+from .store import save_strip
+from .weights import trained_weights
+
+OTHERS = 512  # public and private pictures each
+LOCAL_RATE = 0.01  # of a FedAvg client
+
+
+def victims(cell: AttackCell, root: str | None) -> tuple[Dataset, list[int]]:
+    """Return the test pictures and which of them are attacked, in batches one after the other.
+
+    Batches hold different labels as far as they can, as in the reference attacks, or one label if the cell says so.
+    """
+    data = datasets.load(cell.data, split="test", root=root)
+    if len(data) < cell.pictures:
+        raise ConfigError(f"{cell.pictures} pictures are to be attacked but {cell.data} has {len(data)}")
+    rng = derive_rng(cell.seed, "victims", 0)
+    order = torch.randperm(len(data), generator=rng).tolist()
+    if cell.batch_size == 1:
+        return data, order[: cell.pictures]
+    groups: list[list[int]] = [[] for _ in range(cell.pictures // cell.batch_size)]
+    left = []
+    for index in order:
+        label = int(data.labels[index])
+        for group in groups:
+            inside = {int(data.labels[i]) for i in group}
+            if len(group) < cell.batch_size and (inside <= {label} if cell.one_label else label not in inside):
+                group.append(index)
+                break
+        else:
+            left.append(index)
+    for group in groups:  # more pictures in a batch than there are classes
+        while len(group) < cell.batch_size:
+            group.append(left.pop(0))
+    return data, [index for group in groups for index in group]
+
+
+def perform(cell: AttackCell, *, scale: Any, root: str | None, device: torch.device, strip: Path) -> dict[str, Any]:
+    """Run the cell and return its result; the strip of reconstructions is written to `strip`."""
+    data, chosen = victims(cell, root)
+    attack = build(ATTACKS, cell.attack_text, "attack")
+    subject, column = _subject(cell, scale, root, device, data, chosen, attack)
+    defense = subject.defenses[cell.defense]
+    attack = attack.fitted(defense if cell.adaptive else None, data.mean, data.std)
+    plan = Plan(seed=cell.seed, device=str(device))
+    if cell.local_steps > 1:
+        sent = _fedavg(cell, subject)
+    else:
+        sent = clients.uploads(plan, subject, column, cell.defense, attack)
+    seen = [s.seen if cell.adaptive else replace(s.seen, defense=None) for s in sent]
+    rngs = [derive_rng(cell.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
+    found = attack.run_many(seen, rngs)
+    save_strip(strip, torch.cat([_paired(s, f, data) for s, f in zip(sent, found, strict=True)]))
+    return {
+        "attack_spec": to_text(attack),
+        "defense_spec": to_text(defense),
+        "n": cell.pictures,
+        "victims": chosen,
+        "scores": _scores(sent, found, data, transformed=False),
+        "transformed_scores": _scores(sent, found, data, transformed=True) if _transforms(sent) else None,
+        "floor": _floor(sent, subject, data, cell.seed),
+        "loss": [f.loss for f in found],
+        "distance": [_distance(s) for s in sent],
+        "bytes_up": sum(s.nbytes for s in sent) / len(sent),
+        "bytes_dense": sum(g.numel() * g.element_size() for g in sent[0].grads.values()),
+    }
+
+
+def _subject(
+    cell: AttackCell,
+    scale: Any,
+    root: str | None,
+    device: torch.device,
+    data: Dataset,
+    chosen: list[int],
+    attack: Attack,
+) -> tuple[Subject, ColumnInfo]:
+    others = datasets.load(cell.data, split="train", root=root)
+    rng = derive_rng(cell.seed, "others", 0)
+    order = torch.randperm(len(others), generator=rng)
+    half = min(OTHERS, len(others) // 2)
+    model = models.build(cell.model, num_classes=data.num_classes, input_shape=data.input_shape, seed=cell.seed)
+    if cell.epochs:
+        model.load_state_dict(trained_weights(cell, scale, root, device))
+    subject = Subject(
+        model=model.to(device),
+        loss_fn=nn.functional.cross_entropy,
+        victims=data.subset(chosen),
+        private=others.subset(order[:half]),
+        public=others.subset(order[half : 2 * half]),
+        defenses={cell.defense: fitted(build(DEFENSES, cell.defense_text, "defense"), data)},
+        attacks={cell.attack: attack},
+        device=device,
+    )
+    places = list(range(cell.pictures))
+    return subject, ColumnInfo(_column(cell), "eval", cell.batch_size, cell.rounds, places, {})
+
+
+def _column(cell: AttackCell) -> Column:
+    """Return the audit's column that grants what the cell says: labels are given in its diagnostic one only."""
+    return "diagnostic" if cell.labels == "given" else "realistic"
+
+
+def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
+    """Return first-round uploads of clients that take several local steps on one batch."""
+    defense, data = subject.defenses[cell.defense], subject.victims
+    model = defense.prepare_model(copy.deepcopy(subject.model)).to(subject.device).eval()
+    sent = []
+    for i, group in enumerate(torch.arange(cell.pictures).split(cell.batch_size)):
+        batch = data.batch(group, subject.device)
+        veil = Veil(defense, parameters(model), seed=cell.seed, client=str(i))
+        own = copy.deepcopy(model)
+        used = veil.prepare(own, batch)
+        update = local_update(own, subject.loss_fn, [used] * cell.local_steps, LOCAL_RATE)
+        payload = veil.seal(update, len(group), model=own, batch=used)
+        seen = observe(
+            payload,
+            model,
+            subject.loss_fn,
+            batch,
+            clients.threat(_column(cell), subject),
+            num_classes=data.num_classes,
+            mean=data.mean,
+            std=data.std,
+            defense=defense,
+            local_steps=cell.local_steps,
+            local_lr=LOCAL_RATE,
+        )
+        sent.append(Sent(seen, batch, used, update, payload.nbytes, sum(veil.seconds), None))
+    return sent
+
+
+def _scores(
+    sent: Sequence[Sent], found: Sequence[Reconstruction], data: Dataset, *, transformed: bool
+) -> dict[str, list[float]]:
+    cards = []
+    for s, f in zip(sent, found, strict=True):
+        batch = s.trained_on if transformed else s.batch
+        guess = to_pixels(f.inputs.to(batch.inputs), data.mean, data.std)
+        truth = to_pixels(batch.inputs, data.mean, data.std)
+        cards.append(metrics.score(guess, truth, guess_labels=f.labels, truth_labels=s.batch.labels))
+    return {name: [v for card in cards for v in card[name]] for name in cards[0]}
+
+
+def _floor(sent: Sequence[Sent], subject: Subject, data: Dataset, seed: int) -> dict[str, dict[str, float]]:
+    """Return the mean scores of guesses that never look at the gradient."""
+    public = subject.public.pixels(range(len(subject.public))).to(subject.device)
+    truth = torch.cat([to_pixels(s.batch.inputs, data.mean, data.std) for s in sent])
+    cards = metrics.score_floor(truth, public, derive_rng(seed, "floor", 0))
+    return {guess: {name: sum(v) / len(v) for name, v in card.items()} for guess, card in cards.items()}
+
+
+def _paired(sent: Sent, found: Reconstruction, data: Dataset) -> Tensor:
+    guess = to_pixels(found.inputs.to(sent.batch.inputs), data.mean, data.std).nan_to_num(nan=0.5)
+    return metrics.aligned(guess, metrics.pair(guess, to_pixels(sent.batch.inputs, data.mean, data.std)))
+
+
+def _transforms(sent: Sequence[Sent]) -> bool:
+    return any(not torch.equal(s.trained_on.inputs, s.batch.inputs) for s in sent)
+
+
+def _distance(sent: Sent) -> float:
+    """Return how far what was sent lies from the gradient, in gradient lengths."""
+    size = tree.global_norm(sent.grads)
+    return tree.global_norm(tree.sub(sent.seen.grads, sent.grads)) / size if size else 0.0

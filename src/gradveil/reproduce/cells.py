@@ -1,0 +1,105 @@
+"""What one result file is about: an attack, a training run, or a cost."""
+
+import re
+from dataclasses import dataclass
+
+from .. import check
+from ..training import Settings
+
+
+@dataclass(frozen=True)
+class AttackCell:
+    """One attacker against one defense on one model.
+
+    What the paper leaves open is a field: `labels` given or inferred, `rounds` of error feedback behind the attacked
+    upload, `epochs` the attacked model was trained for (0: freshly initialised).
+    """
+
+    attack: str  # the name in tables
+    attack_text: str
+    defense: str
+    defense_text: str
+    model: str
+    data: str
+    pictures: int
+    seed: int = 0
+    adaptive: bool = False  # whether the attacker is told the defense
+    batch_size: int = 1
+    rounds: int = 0
+    labels: str = "given"
+    epochs: int = 0
+    local_steps: int = 1
+    one_label: bool = False  # all pictures of a batch share their label, as a client with skewed data may have it
+
+    def __post_init__(self) -> None:
+        check.at_least(1, pictures=self.pictures, batch_size=self.batch_size, local_steps=self.local_steps)
+        check.at_least(0, rounds=self.rounds, epochs=self.epochs, seed=self.seed)
+        check.one_of(("given", "inferred"), labels=self.labels)
+        if self.pictures % self.batch_size:
+            raise ValueError(f"pictures must fill whole batches of {self.batch_size}, got {self.pictures}")
+
+    @property
+    def stem(self) -> str:
+        """The file's name but for the seed: what is not as usual is named."""
+        plain = 9 if self.attack.startswith("rob") else 1
+        extras = {
+            f"batch{self.batch_size}": self.batch_size != plain,
+            f"round{self.rounds}": self.rounds,
+            "inferred": self.labels == "inferred",
+            f"epochs{self.epochs}": self.epochs,
+            f"local{self.local_steps}": self.local_steps > 1,
+            "onelabel": self.one_label,
+        }
+        names = [self.attack, self.defense, _word(self.model), self.data]
+        return "_".join(names + [name for name, wanted in extras.items() if wanted])
+
+
+@dataclass(frozen=True)
+class TrainingCell:
+    """A training run, known by its settings."""
+
+    defense: str
+    settings: Settings
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.settings.seed
+
+    @property
+    def stem(self) -> str:
+        """The file's name but for the seed."""
+        s = self.settings
+        names = ["train", self.defense, _word(s.model), s.data]
+        names += [f"alpha{s.alpha:g}"] if s.alpha else []
+        names += [f"local{s.local_steps}"] if s.algorithm == "fedavg" else []
+        return "_".join(names)
+
+
+@dataclass(frozen=True)
+class CostCell:
+    """Bytes and seconds of one defense on one model."""
+
+    defense: str
+    model: str
+    users: int
+    batch_size: int
+    rounds: int
+    seed: int = 0
+
+    @property
+    def stem(self) -> str:
+        """The file's name but for the seed."""
+        return f"cost_{self.defense}_{self.model}"
+
+
+Cell = AttackCell | TrainingCell | CostCell
+
+
+def key(cell: Cell) -> str:
+    """Return the name of the cell's result file, without its ending."""
+    return f"{cell.stem}_seed{cell.seed}"
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^a-z0-9.]+", "", text.lower())

@@ -1,0 +1,156 @@
+"""Doing a table cell by cell: what is recorded is skipped, what does not fit the time is left for the next command."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from .. import cost as costs
+from .. import paper, record
+from ..attacks.progress import Progress, watch
+from ..errors import GradveilError
+from ..training.job import pick_device
+from . import attacked, store, trained
+from .cells import AttackCell, Cell, CostCell, TrainingCell, key
+from .scales import Scale
+from .tables import TABLES, entries, worklist
+
+WATCH_EVERY = 50  # attack steps between two looks at the clock
+
+
+@dataclass(frozen=True)
+class Session:
+    """One sitting: how, where, and for how long."""
+
+    scale: Scale
+    folder: Path = Path("results")
+    root: str | None = None
+    device: str = "auto"
+    minutes: float | None = None
+    train: bool = False  # whether missing training runs are run; at quick scale they always are
+    command: str = ""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain."""
+        return float("inf") if self.minutes is None else 60 * self.minutes - (time.monotonic() - self.started)
+
+
+class Outcome(NamedTuple):
+    """What became of a cell."""
+
+    cell: Cell
+    status: Literal["done", "recorded", "untrained", "failed", "no time"]
+    seconds: float = 0.0
+    note: str = ""
+
+
+class OutOfTimeError(Exception):
+    """Raised inside a cell when the sitting's time is used up."""
+
+
+def run(
+    name: str,
+    session: Session,
+    *,
+    seeds: Sequence[int] = (0,),
+    pattern: str = "*",
+    tell: Callable[[Outcome, int, int], None] = lambda outcome, done, total: None,
+) -> list[Outcome]:
+    """Do the cells of a table that match `pattern` and are not recorded yet.
+
+    Guarantees: a result file is whole or absent; the same command run again goes on where this one stopped. A cell
+    that breaks is reported as failed and leaves no file, and the others go on.
+    """
+    cells = [c for c in worklist(name, session.scale, tuple(seeds)) if fnmatch(key(c), pattern)]
+    longest: dict[str, float] = {}
+    outcomes = []
+    for done, cell in enumerate(cells, start=1):
+        outcome = _one(cell, session, longest)
+        if outcome.status == "done":
+            group = key(cell).partition("_")[0]
+            longest[group] = max(longest.get(group, 0.0), outcome.seconds)
+        outcomes.append(outcome)
+        tell(outcome, done, len(cells))
+    return outcomes
+
+
+def _one(cell: Cell, session: Session, longest: dict[str, float]) -> Outcome:
+    path = store.path_of(session.folder, session.scale.name, cell)
+    if path.exists():
+        return Outcome(cell, "recorded")
+    if isinstance(cell, TrainingCell):
+        known = trained.recorded(session.folder, cell, session.scale.name)
+        if any(result["settings"]["seed"] == cell.seed for result in known):
+            return Outcome(cell, "recorded")
+        if not session.train and session.scale.name != "quick":
+            return Outcome(cell, "untrained", note=trained.command(cell))
+    if session.left <= longest.get(key(cell).partition("_")[0], 0.0):
+        return Outcome(cell, "no time")
+    started = time.monotonic()
+    try:
+        found = _perform(cell, session, path)
+    except (OutOfTimeError, TimeoutError) as reason:
+        return Outcome(cell, "no time", time.monotonic() - started, str(reason))
+    except (GradveilError, ValueError, RuntimeError) as error:
+        return Outcome(cell, "failed", time.monotonic() - started, f"{type(error).__name__}: {error}")
+    seconds = time.monotonic() - started
+    store.write(path, {**_head(cell, session, seconds), **found})
+    return Outcome(cell, "done", seconds)
+
+
+def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
+    device = pick_device(session.device)
+    match cell:
+        case AttackCell():
+            strip = path.with_suffix(".webp")
+            with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
+                return attacked.perform(cell, scale=session.scale, root=session.root, device=device, strip=strip)
+        case TrainingCell():
+            minutes = None if session.minutes is None else max(session.left, 0.0) / 60
+            return trained.perform(cell, root=session.root, device=session.device, minutes=minutes)
+        case CostCell():
+            found = costs.measure(
+                cell.model,
+                cell.defense,
+                users=cell.users,
+                batch_size=cell.batch_size,
+                rounds=cell.rounds,
+                device=str(device),
+                seed=cell.seed,
+            )
+            return {"mib": found.mib, "paper_mib": found.paper_mib, **asdict(found)}
+
+
+def _check(session: Session, progress: Progress) -> None:
+    if session.left <= 0:
+        raise OutOfTimeError(f"at step {progress.step} of {progress.total}")
+
+
+def _head(cell: Cell, session: Session, seconds: float) -> dict[str, Any]:
+    """Return what every result file begins with."""
+    kind = {AttackCell: "attack", TrainingCell: "training", CostCell: "cost"}[type(cell)]
+    beside = {
+        name: entry.paper
+        for name in TABLES
+        for entry in entries(name, session.scale, cell.seed)
+        if entry.cell == cell and entry.paper
+    }
+    return {
+        "kind": kind,
+        "scale": session.scale.name,
+        "note": session.scale.note,
+        "cell": asdict(cell),
+        "paper": beside,
+        "command": session.command,
+        "environment": record.environment(),
+        "device": str(pick_device(session.device)),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "seconds": seconds,
+        "seed": cell.seed,
+        "rounds_per_epoch": paper.ROUNDS_PER_EPOCH if kind == "cost" else None,
+    }

@@ -1,0 +1,63 @@
+"""Where results lie: one JSON file for each cell, and a strip of pictures beside it."""
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from .. import record
+from ..errors import ConfigError
+from .cells import Cell, key
+
+STRIP = 20  # pictures in a strip at most
+
+
+def path_of(folder: Path, scale: str, cell: Cell) -> Path:
+    """Return where the result of a cell lies."""
+    return folder / scale / f"{key(cell)}.json"
+
+
+def write(path: Path, result: dict[str, Any]) -> None:
+    """Write a result, atomically; what is not a finite number becomes null."""
+    record.write_json(path, plain(result))
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the result in a file."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the result {path}: {error}") from error
+    return found
+
+
+def of_all_seeds(folder: Path, scale: str, cell: Cell) -> Iterator[dict[str, Any]]:
+    """Yield the results of a cell and of the same cell with other seeds, in the order of the seeds."""
+    found = (folder / scale).glob(f"{cell.stem}_seed*.json")
+    yield from sorted((load(path) for path in found), key=lambda result: int(result["seed"]))
+
+
+def plain(value: Any) -> Any:
+    """Return plain data in which no number is infinite or NaN, and floats have six digits."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value
+
+
+def save_strip(path: Path, pictures: Tensor) -> None:
+    """Write pictures `[N, C, H, W]` in 0..1 side by side as WebP, twenty at most."""
+    row = torch.cat(list(pictures[:STRIP].detach().cpu().nan_to_num(nan=0.5).clamp(0, 1)), dim=2)
+    levels = (row.expand(3, -1, -1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(path.name + ".tmp")
+    Image.fromarray(levels).save(scratch, "WEBP", quality=85)
+    scratch.replace(path)

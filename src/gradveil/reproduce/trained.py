@@ -1,0 +1,68 @@
+"""Accuracies: recorded training runs found by their settings, and run only when asked to."""
+
+import shlex
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from ..defenses import DEFENSES
+from ..errors import ConfigError
+from ..spec import build, to_text
+from ..training import Settings
+from ..training.run import run
+from . import store
+from .cells import TrainingCell, key
+from .weights import RUNS
+
+# What may differ between a run and the table it stands in: where and how fast it ran, not what was trained.
+FREE = frozenset(
+    {"root", "device", "engine", "precision", "deterministic", "eval_every", "wire_every", "checkpoint_every", "seed"}
+)
+SHOWN = ("model", "data", "defense", "algorithm", "local_steps", "alpha", "epochs", "rounds", "seed")
+MOST = 100  # points of a curve that are kept
+
+
+def recorded(folder: Path, cell: TrainingCell, scale: str) -> list[dict[str, Any]]:
+    """Return every finished run with the cell's settings, whatever its seed, in the order of the seeds.
+
+    Runs lie in `training/` as `gradveil train` writes them, and among the results of a scale.
+    """
+    files = [*(folder / "training").glob("**/*.json"), *(folder / scale).glob(f"{cell.stem}_seed*.json")]
+    found: dict[int, dict[str, Any]] = {}
+    for path in sorted(files):
+        result = store.load(path)
+        if result.get("kind") == "training" and result.get("status") == "finished" and _same(result, cell.settings):
+            found.setdefault(int(result["settings"]["seed"]), result)
+    return [found[seed] for seed in sorted(found)]
+
+
+def _same(result: dict[str, Any], wanted: Settings) -> bool:
+    known, asked = dict(result["settings"]), asdict(wanted)
+    defense = (known.pop("defense"), asked.pop("defense"))
+    if any(known.get(f.name) != asked[f.name] for f in fields(Settings) if f.name not in FREE | {"defense"}):
+        return False
+    mine, other = (to_text(build(DEFENSES, text, "defense")) for text in defense)
+    return mine == other
+
+
+def perform(cell: TrainingCell, *, root: str | None, device: str, minutes: float | None) -> dict[str, Any]:
+    """Train, going on from an earlier sitting, and return the result; raises `TimeoutError` if time ran out."""
+    values = {**asdict(cell.settings), "root": root or "", "device": device}
+    result = run(Settings(**values), RUNS / key(cell), resume=True, minutes=minutes)
+    if result["status"] == "stopped":
+        raise TimeoutError(f"stopped after {result['rounds_done']} rounds")
+    if result["status"] != "finished":
+        raise ConfigError(f"training ended as {result['status']}")
+    curve = result["curve"]
+    return {**result, "curve": curve[:: max(1, len(curve) // MOST)], "feedback": []}
+
+
+def command(cell: TrainingCell, out: str = "results/training") -> str:
+    """Return the command line that makes the cell's run."""
+    defaults = asdict(Settings())
+    chosen = {name: value for name, value in asdict(cell.settings).items() if value != defaults[name] or name in SHOWN}
+    words = ["gradveil", "train", "--out", f"runs/{key(cell)}"]
+    for name, value in chosen.items():
+        if value not in ("", 0, 0.0) or name == "seed":
+            words += [f"--{name.replace('_', '-')}", f"{value}"]
+    return f"{shlex.join(words)} && cp runs/{key(cell)}/result.json {out}/{key(cell)}.json"

@@ -1,0 +1,43 @@
+"""Weights of trained models, for attacks after some epochs: trained once, kept, and gone on from."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..core import Tensors
+from ..errors import ConfigError
+from ..training import Settings, load_checkpoint
+from ..training.run import CHECKPOINT, run
+from .cells import AttackCell
+
+RUNS = Path("runs") / "reproduce"
+
+
+def trained_weights(cell: AttackCell, scale: Any, root: str | None, device: torch.device) -> Tensors:
+    """Return the undefended model's weights after the cell's epochs; every defense is attacked on the same ones.
+
+    Training continues from the run of fewer epochs if there is one, and is found again by the next cell.
+    """
+    settings = Settings(
+        model=cell.model,
+        data=cell.data,
+        root=root or "",
+        defense="none",
+        epochs=cell.epochs,
+        eval_every=cell.epochs,
+        device=str(device),
+        seed=cell.seed,
+        **scale.weights,
+    )
+    base = f"weights_{scale.name}_{cell.model}_{cell.data}_seed{cell.seed}"
+    folder = RUNS / f"{base}_epochs{cell.epochs}"
+    if not folder.exists():
+        earlier = [e for e in scale.epochs if e < cell.epochs and (RUNS / f"{base}_epochs{e}" / CHECKPOINT).exists()]
+        if earlier:
+            shutil.copytree(RUNS / f"{base}_epochs{max(earlier)}", folder)
+    result = run(settings, folder, resume=True)
+    if result["status"] != "finished":
+        raise ConfigError(f"training for {cell.epochs} epochs ended as {result['status']}: see {folder}")
+    return load_checkpoint(folder / CHECKPOINT).model
