@@ -88,6 +88,7 @@ def make_report(
                         attack.adaptive,
                         scores={"ssim": ssim, "psnr": [8 + 20 * s for s in ssim], "mse": [0.1 * (1 - s) for s in ssim]},
                         floor=floor,
+                        contrast=[s - 0.1 for s in ssim],
                         identified=[s > 0.3 for s in ssim],
                         labels_right=1.0,
                         loss=1 - level,
@@ -128,7 +129,7 @@ def make_report(
 
 
 HOSTILE = "\"'><script>window.hacked=1</script><img src=x onerror=hacked=1>|`*"
-STRENGTH = {"none": (0.8, 0.82), "topk": (0.4, 0.6), "dgp": (0.11, 0.55), "hardened": (0.1, 0.1), "dp": (0.1, 0.12)}
+STRENGTH = {"none": (0.8, 0.82), "topk": (0.4, 0.6), "dgp": (0.11, 0.55), "hardened": (0.1, 0.1), "dp": (0.1, 0.11)}
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,7 @@ def test_compare(report: Report) -> None:
     from gradveil.audit.verdict import judge
 
     better = [
-        replace(row, scores={"ssim": [0.1] * 4}, identified=[False] * 4) if row.defense == "dgp" else row
+        replace(row, scores={"ssim": [0.1] * 4}, identified=[], contrast=[]) if row.defense == "dgp" else row
         for row in report.rows
     ]
     after = replace(report, rows=better, defenses=[d for d in report.defenses if d.name != "dp"])

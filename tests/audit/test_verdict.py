@@ -46,7 +46,7 @@ def test_missing_attack_is_incomplete(report: Report, status: str) -> None:
 
 def test_attack_that_fails_without_defense_proves_nothing(report: Report) -> None:
     weak = change(report, lambda r: r.defense == "none" and r.attack == "mask_aware", scores={"ssim": [0.1] * 4})
-    weak = change(weak, lambda r: r.defense == "none" and r.attack == "mask_aware", identified=[False] * 4)
+    weak = change(weak, lambda r: r.defense == "none" and r.attack == "mask_aware", identified=[], contrast=[])
     assert verdict(weak, "hardened") == "incomplete"
     assert verdict(weak, "dgp") == "leaks"  # a leak is a leak all the same
 
@@ -72,6 +72,15 @@ def test_identification_alone_is_a_leak() -> None:
     assert found.beats
     assert "line-up" in found.why
     assert not compare([0.1] * 8, [0.1] * 8, [True] + [False] * 7, chance=0.05).beats
+
+
+def test_contrast_finds_what_a_blind_guess_outscores() -> None:
+    quiet = [0.01, -0.02, 0.03, 0.0, 0.02, -0.01]
+    loud = [value + 0.12 for value in quiet]
+    for own, beats in ((quiet, False), (loud, True)):
+        found = compare([0.1] * 6, [0.3] * 6, [False] * 6, chance=0.03, contrast=own)
+        assert found.beats == beats
+    assert "resemble their own picture" in found.why
 
 
 def test_not_a_number_never_beats() -> None:

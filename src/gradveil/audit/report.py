@@ -70,6 +70,7 @@ class Row:
     scores: dict[str, list[float]] = field(default_factory=dict)
     floor: list[float] = field(default_factory=list)  # SSIM of the best blind guess that may guess as often
     identified: list[bool] = field(default_factory=list)  # was this picture the nearest of the line-up?
+    contrast: list[float] = field(default_factory=list)  # SSIM with its original minus that of other uploads' guesses
     labels_right: float | None = None  # share of labels the attacker found (1.0 if it was told)
     loss: float | None = None  # the attacker's own objective, mean over uploads
     seconds: float = 0.0
@@ -165,7 +166,7 @@ class Judgement:
     worst: float | None = None  # mean SSIM of the strongest attack
     worst_picture: float | None = None  # SSIM of the best recovered picture over all attacks
     floor: float | None = None  # mean SSIM of the best blind guess
-    detectable: float | None = None  # smallest mean lead over the floor the test could have seen
+    detectable: float | None = None  # smallest mean contrast the test could have seen
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Report:
 
     def to_json(self) -> str:
         """Return the report as JSON text without NaN or infinity."""
-        return json.dumps(_finite(asdict(self)), indent=1, allow_nan=False)
+        return json.dumps(finite(asdict(self)), indent=1, allow_nan=False)
 
     def save(self, path: str | Path) -> None:
         """Write the JSON, atomically: a kill leaves the old file or the new one."""
@@ -240,13 +241,14 @@ class Report:
         return Report.from_json(text)
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return plain data with None for every number that is not finite, as JSON wants it."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return value
 
 

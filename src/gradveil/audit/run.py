@@ -198,11 +198,12 @@ class Audit:
         rounds = self.plan.accuracy_rounds
         if not rounds:
             return
+        like = self._sent("realistic", BASELINE)[0].grads
         for known in self.report.defenses:
             left = self._left()
             if known.accuracy is None and (left is None or left > 0):
                 self._say(f"accuracy under {known.name}")
-                value = accuracy.measure(self.subject.defenses[known.name], rounds, self.plan.seed)
+                value = accuracy.measure(self.subject.defenses[known.name], rounds, self.plan.seed, like)
                 fuller = replace(known, accuracy=value)
                 self._update(defenses=[fuller if d.name == known.name else d for d in self.report.defenses])
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from .. import metrics, tree
@@ -67,6 +68,7 @@ class Scorer:
             "scores": {name: [v for part in parts for v in part["card"][name]] for name in names},
             "identified": [bool(v) for part in parts for v in part["card"]["identified"]],
             "floor": _best([part["floor"] for part in parts]),
+            "contrast": contrast([part["guess"] for part in parts], [part["truth"] for part in parts]),
             "labels_right": fmean(labels) if labels else None,
             "loss": fmean(losses) if losses else None,
             "pictures": [png for part in parts for png in part["pictures"]],
@@ -97,6 +99,8 @@ class Scorer:
         paired = metrics.aligned(guess, metrics.pair(guess.nan_to_num(nan=0.5), truth))
         return {
             "card": card,
+            "guess": guess,
+            "truth": truth,
             "floor": self._floor(truth, len(guess)),
             "pictures": [to_png(p) for p in paired],
             "note": "" if best is cards[0] else "compared with the pictures as the defense changed them",
@@ -112,6 +116,34 @@ class Scorer:
 
     def _pixels(self, inputs: Tensor) -> Tensor:
         return to_pixels(inputs, self.data.mean, self.data.std)
+
+
+def contrast(guesses: Sequence[Tensor], truths: Sequence[Tensor]) -> list[float]:
+    """Return how much more each picture looks like the guess made for it than like those made for other uploads.
+
+    The same attacker, the same defense, another private picture: that is what a guess without information looks like.
+    Each upload's guesses are paired with the pictures as well as they can be, so batches gain nothing from pairing.
+    Empty with fewer than two uploads.
+    """
+    if len(truths) < 2:
+        return []
+    clean = [guess.nan_to_num(nan=0.5).clamp(0, 1) for guess in guesses]
+    table = metrics.pairwise_ssim(torch.cat(list(truths)), torch.cat(clean)).cpu().double()
+    blocks = [rows.split([len(g) for g in clean], dim=1) for rows in table.split([len(t) for t in truths])]
+    out: list[float] = []
+    for own, row in enumerate(blocks):
+        values = torch.stack([_paired(block) for block in row])
+        others = (values.sum(0) - values[own]) / (len(row) - 1)
+        out += (values[own] - others).tolist()
+    return out
+
+
+def _paired(block: Tensor) -> Tensor:
+    """Return each truth's SSIM with the guess it is paired with, 0 for one that is left without."""
+    rows, columns = (torch.from_numpy(index) for index in linear_sum_assignment(-block.numpy()))
+    out = torch.zeros(len(block), dtype=block.dtype)
+    out[rows] = block[rows, columns]
+    return out
 
 
 def _best(cards: Sequence[Cards]) -> list[float]:

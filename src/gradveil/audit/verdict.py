@@ -5,7 +5,9 @@ An attack *beats* blind guessing when at least one of these is true, each measur
 1. mean lead: the mean SSIM lead over the best blind guess is above `MARGIN` and above `t` standard errors, where `t`
    is the 97.5 % point of Student's distribution (a one-sided paired test at 2.5 %);
 2. one picture: any single picture leads by at least `CLEAR` (a mean must not hide the one that leaked);
-3. identification: more pictures are picked out of the line-up than chance explains (one-sided binomial, 2.5 %).
+3. identification: more pictures are picked out of the line-up than chance explains (one-sided binomial, 2.5 %);
+4. contrast: pictures look more like the guess made for them than like the guesses the same attack made for other
+   uploads, by more than `OWN` SSIM and `t` standard errors. This finds leaks under noise that a blind guess outscores.
 
 A defense *leaks* if any attack beats blind guessing. It *holds* only if every attack ran, each beats blind guessing
 without the defense, and none does with it. Everything else is *incomplete*. Holding is a statement about these attacks
@@ -13,6 +15,7 @@ on these pictures, not a proof.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -21,6 +24,7 @@ from scipy import special
 from .report import COLUMNS, Column, Judgement, Report, Row, Verdict
 
 MARGIN = 0.02  # telling a picture's mean colour gains less than 0.01 SSIM over mid-grey
+OWN = 0.05  # a right tint under noise gains about 0.03
 CLEAR = 0.25  # a 4x4 thumbnail leads mid-grey by about 0.17, an 8x8 thumbnail by about 0.41
 ERROR = 0.025
 BASELINE = "none"  # the name of the undefended control
@@ -44,7 +48,9 @@ def best_floor(report: Report, column: Column) -> tuple[str, list[float]]:
     return max(floors, key=lambda f: fmean(f[1])) if floors else ("none", [])
 
 
-def compare(ssim: list[float], floor: list[float], identified: list[bool], chance: float) -> Comparison:
+def compare(
+    ssim: list[float], floor: list[float], identified: list[bool], chance: float, contrast: Sequence[float] = ()
+) -> Comparison:
     """Say whether an attack beats blind guessing, and by which part of the rule.
 
     >>> compare([0.9, 0.8, 0.7], [0.1, 0.1, 0.1], [True, True, True], chance=0.05).beats
@@ -55,21 +61,28 @@ def compare(ssim: list[float], floor: list[float], identified: list[bool], chanc
     # A reconstruction that is not a number shows nothing: it scores 0, the SSIM of unrelated pictures.
     ssim = [value if math.isfinite(value) else 0.0 for value in ssim]
     leads = [a - b for a, b in zip(ssim, floor, strict=True)]
-    mean, n = fmean(leads), len(leads)
-    detectable = None
+    mean, hits = fmean(leads), sum(identified)
     why = []
-    if n > 1:
-        bar = float(special.stdtrit(n - 1, 1 - ERROR)) * stdev(leads) / math.sqrt(n)
-        detectable = max(bar, MARGIN)
-        if mean > detectable:
-            why.append(f"mean SSIM leads blind guessing by {mean:.2f}")
+    if mean > _bar(leads, MARGIN):
+        why.append(f"mean SSIM leads blind guessing by {mean:.2f}")
     if max(leads) >= CLEAR:
         why.append(f"one picture leads by {max(leads):.2f}")
-    hits = sum(identified)
     # bdtrc(k - 1, n, p) is the probability of k or more hits.
     if hits and float(special.bdtrc(hits - 1, len(identified), chance)) < ERROR:
         why.append(f"{hits} of {len(identified)} pictures were picked out of the line-up")
+    own = [value if math.isfinite(value) else 0.0 for value in contrast]
+    if own and fmean(own) > _bar(own, OWN):
+        why.append(f"guesses resemble their own picture by {fmean(own):.2f} more than other guesses do")
+    detectable = _bar(own, OWN) if own else None
     return Comparison(bool(why), "; ".join(why), fmean(ssim), mean, max(ssim), detectable)
+
+
+def _bar(values: Sequence[float], least: float) -> float:
+    """Return what a mean must exceed to be above `least` and above chance; nothing does with a single value."""
+    n = len(values)
+    if n < 2:
+        return math.inf
+    return max(least, float(special.stdtrit(n - 1, 1 - ERROR)) * stdev(values) / math.sqrt(n))
 
 
 def against_floor(report: Report, row: Row) -> Comparison | None:
@@ -79,7 +92,7 @@ def against_floor(report: Report, row: Row) -> Comparison | None:
     ssim = row.scores.get("ssim", [])
     if row.status != "ok" or not ssim or len(ssim) != len(row.floor):
         return None
-    return compare(ssim, row.floor, row.identified, report.chance)
+    return compare(ssim, row.floor, row.identified, report.chance, row.contrast)
 
 
 def judge(report: Report) -> list[Judgement]:

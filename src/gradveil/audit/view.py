@@ -124,6 +124,7 @@ def table_row(report: Report, row: Row) -> dict[str, Any]:
         "beats": None if test is None else test.beats,
         "why": test.why if test else row.note,
         "identified": fmean(row.identified) if row.identified else None,
+        "contrast": _mean(row.contrast),
     }
 
 

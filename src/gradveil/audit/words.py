@@ -115,10 +115,10 @@ def explain(judgement: Judgement) -> str:
             f"The strongest attack ({judgement.worst_attack}) gets {got}; a blind guess gets {number(judgement.floor)}."
         )
     if judgement.verdict == "holds":
-        seen = (
-            f" A mean lead under {number(judgement.detectable)} would have gone unseen." if judgement.detectable else ""
-        )
-        return f"The strongest attack ({judgement.worst_attack}) gets {got}, no better than guessing.{seen}"
+        limit = ""
+        if judgement.detectable is not None:
+            limit = f" A contrast under {number(judgement.detectable)} would have gone unseen."
+        return f"The strongest attack ({judgement.worst_attack}) gets {got}, no better than guessing.{limit}"
     return f"The strongest attack with a result gets {got}. {judgement.reasons[0]}."
 
 

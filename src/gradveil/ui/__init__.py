@@ -1,0 +1,1 @@
+"""The live page: drop a picture, choose a defense, watch an attacker rebuild it. Serves this machine only."""
