@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ..core import Attack, Knowledge, ThreatModel
 from .analytic import LinearReadout
 from .blind import Blind
+from .generative import GGL
 from .imprint import Imprint
 from .lowrank import LowRankCompletion
 from .matching import GradientMatching
@@ -31,6 +32,7 @@ CLASSES: tuple[type[Attack], ...] = (
     Imprint,
     TrapWeights,
     RGAP,
+    GGL,
 )
 PRESETS: dict[str, Callable[..., Attack]] = {
     "inverting_gradients": inverting_gradients,
@@ -45,6 +47,7 @@ ATTACKS: dict[str, Callable[..., Attack]] = {**{c.key(): c for c in CLASSES}, **
 __all__ = [
     "ATTACKS",
     "CLASSES",
+    "GGL",
     "PRESETS",
     "RGAP",
     "Blind",

@@ -58,10 +58,6 @@ class RGAP(Attack):
 
     masked: bool = True
 
-    @classmethod
-    def key(cls) -> str:
-        return "rgap"
-
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         if seen.num_examples != 1:
             raise NeedError(f"R-GAP recovers one example, this upload is of {seen.num_examples}")

@@ -1,0 +1,194 @@
+"""GGL: search the latent space of a picture generator for the picture whose gradient was sent.
+
+The generator is trained on public pictures, so whatever comes out looks real, whether or not it is the client's: judge
+this attack by how much nearer it comes than a random sample of the same class.
+
+Reference: Li et al., "Auditing Privacy Defenses in Federated Learning via Generative Gradient Leakage".
+"""
+
+import contextlib
+import contextvars
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .. import check
+from ..core import Attack, Knowledge, Observation, Reconstruction
+from ..errors import NeedError
+from . import progress
+from .adaptive import Target, aim
+from .bypass import before_bottleneck
+from .cma import minimise_blindly
+from .cost import MatchingCost, Terms
+from .labels import infer_labels
+from .optimise import Descent, minimise
+from .simulate import Simulator, simulator
+from .space import device_of
+
+CPU_BYTES = 2**30  # working memory of the candidates tried together on a CPU
+COPIES = 8  # vectors as long as the gradient that one candidate needs
+
+
+@dataclass(frozen=True)
+class GGL(Attack):
+    """Match gradients over the latents of `seen.prior`, a module `(latent [N, Z], label [N]) -> pixels in 0..1`.
+
+    The module says the length of its latents in its attribute `latent`; `gradveil.generator` has one. Like every
+    matching attack it compares only what was sent where the defense prunes.
+
+    Guarantees: the result is in the range of the generator, and among all latents tried the one with the lowest own
+    cost. Does not guarantee that this range holds the client's picture.
+
+    Args:
+        search: "adam" follows the slope through the generator, "cma" needs none (and so works for any defense the
+            attacker can imitate but not differentiate).
+        steps: Steps of Adam, or generations of CMA-ES.
+        restarts: Latents that Adam follows together; the best of `pool` random ones.
+        population: Latents per generation of CMA-ES.
+        lr: Learning rate of Adam.
+        plausible: Weight of the mean squared latent, which keeps the search where the generator was trained.
+    """
+
+    search: str = "adam"
+    steps: int = 500
+    restarts: int = 4
+    pool: int = 64
+    population: int = 32
+    lr: float = 0.05
+    plausible: float = 1e-3
+    masked: str = "auto"
+
+    def __post_init__(self) -> None:
+        check.one_of(("adam", "cma"), search=self.search)
+        check.one_of(("auto", "always", "never"), masked=self.masked)
+        check.at_least(1, steps=self.steps, restarts=self.restarts, pool=self.pool)
+        check.at_least(4, population=self.population)
+        check.positive(lr=self.lr)
+        check.non_negative(plausible=self.plausible)
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset({"prior"})
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        view = before_bottleneck(seen)
+        labels = infer_labels(view) if view.labels is None else view.labels.to(device_of(view))
+        latents = _Latents(view, _generator(seen), labels, aim(view, masked=self.masked), self.plausible)
+        shape = (self.pool, view.num_examples, latents.length)
+        pool = torch.randn(shape, generator=rng, device=rng.device).to(device_of(view))
+        costs = latents.costs(pool)
+        if self.search == "adam":
+            best = pool[costs.argsort()[: self.restarts]]
+            how = Descent(lr=self.lr, steps=self.steps, signed=False, decay="cosine")
+            with _showing_pictures(latents):
+                (found,), matches, _ = minimise(latents.cost(len(best)), [best], how)
+            chosen, match = found[int(matches.argmin())], float(matches.min())
+        else:
+            chosen, match = self._blindly(latents, pool[int(costs.argmin())], rng)
+        with torch.no_grad():
+            inputs = latents.inputs(chosen[None])[0]
+        return Reconstruction(inputs, labels, match, {"latent": chosen.detach()})
+
+    def _blindly(self, latents: "_Latents", start: Tensor, rng: torch.Generator) -> tuple[Tensor, float]:
+        done = 0
+
+        def cost(points: Tensor) -> Tensor:
+            nonlocal done
+            done += 1
+            tried = points.view(-1, *start.shape).to(start)
+            costs = latents.costs(tried)
+            if progress.due(done, self.steps):
+                progress.tell(done, self.steps, costs, latents.inputs(tried))
+            return costs
+
+        best, _ = minimise_blindly(cost, start.flatten(), 0.5, self.population, self.steps, rng)
+        chosen = best.view_as(start).to(start)
+        return chosen, float(latents.costs(chosen[None], bare=True)[0])
+
+
+class _Latents:
+    """What latents cost: rows `[N, B, Z]` stand for N candidate batches."""
+
+    def __init__(
+        self, seen: Observation, generator: nn.Module, labels: Tensor, target: Target, plausible: float
+    ) -> None:
+        self.seen, self.generator, self.labels, self.target = seen, generator, labels, target
+        self.plausible = plausible
+        self.length: int = cast(Any, generator).latent
+        self.simulate: Simulator = simulator(seen)
+        shape = (1, -1, *[1] * (len(seen.input_shape) - 1))
+        self.mean, self.std = (torch.tensor(v, device=device_of(seen)).view(shape) for v in (seen.mean, seen.std))
+
+    def inputs(self, latents: Tensor) -> Tensor:
+        """Return the model inputs `[N, B, ...]` that latents stand for."""
+        labels = self.labels.repeat(len(latents))
+        pixels: Tensor = self.generator(latents.flatten(0, 1), labels)
+        wanted = self.seen.input_shape
+        if tuple(pixels.shape[2:]) != wanted[1:]:
+            pixels = F.interpolate(pixels, wanted[1:], mode="bilinear", antialias=True)
+        return ((pixels - self.mean) / self.std).view(*latents.shape[:2], *wanted)
+
+    def cost(self, rows: int) -> "_Cost":
+        """Return a cost function for this many rows, as `minimise` takes it."""
+        labels = self.labels.expand(rows, -1)
+        return _Cost(self, MatchingCost(self.simulate, [self.target] * rows, [0.0] * rows, labels, Terms()))
+
+    def costs(self, latents: Tensor, bare: bool = False) -> Tensor:
+        """Return the cost of each row without slopes, as many rows at a time as fit; `bare` leaves out the prior."""
+        size = len(latents)
+        if latents.device.type == "cpu":
+            size = max(CPU_BYTES // (COPIES * 4 * self.target.sent.numel()), 1)
+        out = []
+        with torch.no_grad():
+            for part in latents.split(size):
+                total, match = self.cost(len(part))([part], part.new_zeros(()))
+                out.append(match if bare else total)
+        return torch.cat(out)
+
+
+class _Cost:
+    """A matching cost seen through the generator."""
+
+    def __init__(self, latents: _Latents, matching: MatchingCost) -> None:
+        self.latents, self.matching = latents, matching
+
+    def __call__(self, variables: Sequence[Tensor], share: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is minimised and the matching loss inside it, one value per row each."""
+        total, match = self.matching([self.latents.inputs(variables[0])], share)
+        return total + self.latents.plausible * variables[0].square().flatten(1).mean(1), match
+
+
+@contextlib.contextmanager
+def _showing_pictures(latents: _Latents) -> Iterator[None]:
+    """Let whoever watches see the pictures that the latents under way stand for."""
+    if not progress.due(0, 1):
+        yield
+        return
+    outside = contextvars.copy_context()
+
+    def show(now: progress.Progress) -> None:
+        if outside.run(progress.due, now.step, now.total):
+            with torch.no_grad():
+                pictures = latents.inputs(now.inputs)
+            outside.run(progress.tell, now.step, now.total, now.losses, pictures)
+
+    with progress.watch(show, every=10):
+        yield
+
+
+def _generator(seen: Observation) -> nn.Module:
+    prior = seen.prior
+    if not isinstance(prior, nn.Module) or not isinstance(getattr(prior, "latent", None), int):
+        raise NeedError(
+            "GGL needs a generator as prior: a module (latent, label) -> pixels with an attribute `latent`, "
+            "such as gradveil.generator.load_generator()"
+        )
+    known = getattr(prior, "num_classes", seen.num_classes)
+    if known < seen.num_classes:
+        raise NeedError(f"the generator knows {known} classes, the model {seen.num_classes}")
+    return copy.deepcopy(prior).to(device_of(seen)).eval().requires_grad_(False)

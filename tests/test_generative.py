@@ -1,0 +1,134 @@
+"""The generative attack on a small random generator whose samples are the victims, and the generator's training."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gradveil import Batch, Defense, DualPrune, Identity, Observation, ThreatModel, Veil, observe
+from gradveil.attacks import missing, watch
+from gradveil.attacks.cma import minimise_blindly
+from gradveil.attacks.generative import GGL
+from gradveil.data import load
+from gradveil.errors import ConfigError, NeedError, StateError
+from gradveil.generator import Generator, GeneratorSettings, load_generator, save_generator, train_generator
+from gradveil.gradients import parameters
+from gradveil.models import build
+
+TINY = GeneratorSettings(steps=12, batch=16, latent=4, width=16, lr=3e-3)
+
+
+@pytest.fixture(scope="module")
+def generator() -> Generator:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = Generator(num_classes=3, side=16, latent=6, width=16)
+    with torch.no_grad():
+        made.last.weight.mul_(10)  # untrained, it would paint everything the same grey
+    return made.eval()
+
+
+def victim(generator: nn.Module, defense: Defense, prior: object, seed: int = 1) -> tuple[Observation, Tensor]:
+    """Return what the server sees of a client whose picture is a sample of the generator, and the picture."""
+    latent = torch.randn(1, 6, generator=torch.Generator().manual_seed(seed))
+    label = torch.tensor([1])
+    with torch.no_grad():
+        inputs = (generator(latent, label) - 0.5) / 0.25
+    model = build("lenet", num_classes=3, input_shape=(3, 16, 16), seed=seed)
+    batch = Batch(inputs, label)
+    payload = Veil(defense, parameters(model), seed=0).protect(model, cross_entropy, batch)
+    threat = ThreatModel(prior=True)
+    seen = observe(
+        payload,
+        model,
+        cross_entropy,
+        batch,
+        threat,
+        num_classes=3,
+        mean=(0.5,) * 3,
+        std=(0.25,) * 3,
+        defense=defense,
+        prior=prior,
+    )
+    return seen, inputs
+
+
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("defense", [Identity(), DualPrune()], ids=lambda d: d.key())
+@pytest.mark.parametrize("attack", [GGL(steps=120, restarts=2), GGL("cma", steps=60)], ids=lambda a: a.search)
+def test_a_sample_of_the_generator_is_found(generator, attack, defense):
+    seen, truth = victim(generator, defense, generator)
+    before = GGL(steps=1, pool=1, restarts=1).run(seen, rng())
+    after = attack.run(seen, rng())
+    assert after.loss < before.loss / 10
+    assert (after.inputs - truth).square().mean() < (before.inputs - truth).square().mean() / 10
+    assert after.labels is not None
+    assert after.labels.tolist() == [1]
+
+
+def test_it_repeats_itself_and_shows_pictures_on_the_way(generator):
+    seen, _ = victim(generator, Identity(), generator)
+    shown: list[tuple[int, ...]] = []
+    with watch(lambda now: shown.append(tuple(now.inputs.shape)), every=10):
+        one = GGL(steps=20, restarts=2).run(seen, rng())
+    two = GGL(steps=20, restarts=2).run(seen, rng())
+    assert torch.equal(one.inputs, two.inputs)
+    assert shown == [(2, 1, 3, 16, 16)] * 2
+
+
+def test_the_prior_must_be_granted_and_be_a_generator(generator):
+    assert missing(GGL(), ThreatModel()) == ["prior"]
+    with pytest.raises(NeedError, match="generator"):
+        GGL().run(victim(generator, Identity(), torch.zeros(4, 3, 16, 16))[0], rng())
+
+
+def test_cma_solves_an_ill_conditioned_problem():
+    scales = torch.logspace(0, 3, 8, dtype=torch.float64)
+    best, lowest = minimise_blindly(lambda x: (scales * (x - 1).square()).sum(1), torch.zeros(8), 0.5, 16, 250, rng())
+    assert lowest < 1e-8
+    assert torch.allclose(best, torch.ones(8, dtype=torch.float64), atol=1e-3)
+
+
+def test_training_reduces_the_error_and_resumes_exactly(tmp_path):
+    digits = load("digits", size=8)
+    errors: list[float] = []
+    whole = train_generator(digits, TINY, on_step=lambda _, losses: errors.append(losses["error"]), every=1)
+    assert len(errors) == 12
+    assert errors[-1] < 0.8 * errors[0]
+
+    class StoppedError(RuntimeError):
+        pass
+
+    def stop(step: int, losses: dict[str, float]) -> None:
+        if step == 5:
+            raise StoppedError
+
+    kept = tmp_path / "run.safetensors"
+    with pytest.raises(StoppedError):
+        train_generator(digits, TINY, checkpoint=kept, on_step=stop, every=1)
+    resumed = train_generator(digits, TINY, checkpoint=kept)
+    for a, b in zip(whole.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(StateError, match="not a checkpoint"):
+        train_generator(digits, dataclasses.replace(TINY, latent=5), checkpoint=kept)
+
+
+def test_the_file_keeps_the_generator(generator, tmp_path):
+    save_generator(generator, tmp_path / "g.safetensors")
+    back = load_generator(tmp_path / "g.safetensors")
+    latent, label = torch.randn(4, 6), torch.tensor([0, 1, 2, 0])
+    assert back.shape == (3, 16, 16)
+    assert float((back(latent, label) - generator(latent, label).detach()).abs().max()) < 0.02
+    assert not any(p.requires_grad for p in back.parameters())
+    (tmp_path / "bad.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ConfigError, match="cannot read"):
+        load_generator(tmp_path / "bad.safetensors")
+
+
+def test_the_full_size_file_stays_small():
+    assert 2 * sum(p.numel() for p in Generator().parameters()) < 4e6
