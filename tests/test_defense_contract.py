@@ -73,7 +73,8 @@ class Client:
     grads: Grads
 
     def step(self, round_: int = 0, seed: int = 0) -> Step:
-        step = Step(derive_rng(seed, "0", round_), round_, self.model, self.batch)
+        place = self.batch.inputs.device.type
+        step = Step(derive_rng(seed, "0", round_, device=place), round_, self.model, self.batch)
         if "mask" not in self.defense.needs:
             return step
         return dataclasses.replace(step, mask=self.defense.propose(self.grads, self.init(), step))
@@ -86,11 +87,11 @@ class Client:
         return self.defense.apply(self.grads if grads is None else grads, self.init() if state is None else state, at)
 
 
-def client(defense: Defense) -> Client:
+def client(defense: Defense, device: str = "cpu") -> Client:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = defense.prepare_model(TinyNet().eval())
-        batch = Batch(torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 4]))
+        model = defense.prepare_model(TinyNet().eval()).to(device)
+        batch = Batch(torch.rand(4, 3, 8, 8).to(device), torch.tensor([0, 1, 2, 4], device=device))
         compute = per_example_gradient if "per_example" in defense.needs else gradient
         return Client(defense, model, batch, compute(model, cross_entropy, batch))
 
@@ -306,3 +307,24 @@ def test_what_arrives_is_what_the_defense_let_out(defense: Defense) -> None:
     payload = veil.seal(user.grads, 4, model=user.model, batch=user.batch, mask=step.mask)
     arrived = unseal(payload, like=parameters(user.model), within=step.mask)
     assert same(arrived, sent)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@every
+def test_it_works_where_the_gradient_lives(defense: Defense) -> None:
+    user = client(defense, "cuda")
+    prepared = defense.prepare_batch(user.batch, user.step())
+    assert prepared.inputs.is_cuda
+    sent, state = user.send()
+    assert all(t.is_cuda for t in [*sent.values(), *state.values()])
+    assert all(bool(torch.isfinite(t).all()) for t in sent.values())
+    assert same(sent, user.send()[0])
+    arrived = unseal(
+        Veil(defense, parameters(user.model), seed=0).seal(
+            user.grads, 4, model=user.model, batch=user.batch, mask=user.step().mask
+        ),
+        like=parameters(user.model),
+        within=user.step().mask,
+    )
+    assert same(tree.tmap(Tensor.cpu, arrived), tree.tmap(Tensor.cpu, sent))
