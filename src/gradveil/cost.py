@@ -27,6 +27,7 @@ class Cost:
 
     model: str
     defense: str
+    users: int
     parameters: int
     up: float  # bytes that really cross
     down: float
@@ -79,6 +80,7 @@ def measure(
     return Cost(
         model=model_name,
         defense=defense_name,
+        users=users,
         parameters=sum(p.numel() for p in params.values()),
         up=statistics.fmean(one.wire[0] for one in seen),
         down=statistics.fmean(one.wire[1] for one in seen),

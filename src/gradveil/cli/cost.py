@@ -41,6 +41,8 @@ def cost(
         for m, d in track(pairs, "measuring", console=err, transient=True)
     ]
     setting = f"{users} users, batches of {size}, {rounds} round(s), {device}"
+    alone = {c.defense for c in costs if c.users != users}
+    setting += f"; {', '.join(sorted(alone))}: 1 user" if alone else ""
     out.print(_communication(costs, setting))
     out.print(_computation(costs, setting))
     if any((c.model, c.defense) == ("cnn6", "soteria") for c in costs):
