@@ -93,11 +93,12 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         saved = {} if self._store is None else self._store.load()
         if not saved:
             return None
-        if not {"job", "used"} <= saved.keys():
+        if "about" not in saved:
             raise StateError("the checkpoint is not one of VeiledFedAvg")
-        self.job = int(saved["job"])
-        self.used = {int(node): upload for node, upload in json.loads(saved["used"].numpy().tobytes()).items()}
-        return _record(tree.only("model", saved))
+        about = json.loads(saved["about"].numpy().tobytes())
+        self.job = about["job"]
+        self.used = {int(node): upload for node, upload in about["used"].items()}
+        return _record({name: saved[f"model.{name}"] for name in about["names"]})
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, timeout: float = 3600, **more: Any) -> Result:
         """Run the rounds; see Flower's `Strategy.start`."""
@@ -245,9 +246,9 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         return combine(rows, self.weighted_by_key)
 
     def _checkpoint(self, model: Tensors, server_round: int) -> Tensors:
-        used = torch.frombuffer(bytearray(json.dumps(self.used).encode()), dtype=torch.uint8)  # node ids exceed int64
-        numbers = {"job": torch.tensor(self.job), "round": torch.tensor(server_round)}
-        return {**tree.under("model", model), "used": used, **numbers}
+        # As text: node ids exceed int64, and safetensors does not keep the order of names.
+        about = json.dumps({"job": self.job, "round": server_round, "used": self.used, "names": list(model)})
+        return {**tree.under("model", model), "about": torch.frombuffer(bytearray(about.encode()), dtype=torch.uint8)}
 
     def _reject(self, server_round: int, reply: Message, why: str) -> None:
         node = reply.metadata.src_node_id

@@ -59,14 +59,15 @@ def sparse_pays(size: int, room: int, world: int) -> bool:
 
 
 def pack_masks(masks: Masks) -> Tensor:
-    """Return the masks of all tensors as bytes, one after the other."""
-    return pack_bits(torch.cat([m.reshape(-1) for m in masks.values()]))
+    """Return the masks of all tensors as bytes, one after the other by name: the order of a dict may change."""
+    return pack_bits(torch.cat([masks[name].reshape(-1) for name in sorted(masks)]))
 
 
 def unpack_masks(packed: Tensor, like: Grads) -> Masks:
     """Return the masks in `packed`; raises `WireError` if the bytes do not fit the shapes of `like`."""
-    sizes = [tensor.numel() for tensor in like.values()]
+    names = sorted(like)
+    sizes = [like[name].numel() for name in names]
     if packed.dtype != torch.uint8 or packed.numel() != math.ceil(sum(sizes) / 8):
         raise WireError(f"a mask of {sum(sizes)} positions does not take {packed.numel()} bytes")
-    parts = torch.split(unpack_bits(packed, sum(sizes)), sizes)
-    return {name: part.view(t.shape) for (name, t), part in zip(like.items(), parts, strict=True)}
+    parts = dict(zip(names, torch.split(unpack_bits(packed, sum(sizes)), sizes), strict=True))
+    return {name: parts[name].view(tensor.shape) for name, tensor in like.items()}
