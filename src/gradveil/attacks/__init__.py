@@ -7,11 +7,13 @@ from .analytic import LinearReadout
 from .blind import Blind
 from .generative import GGL
 from .imprint import Imprint
+from .joint import Joint
 from .lowrank import LowRankCompletion
 from .matching import GradientMatching
 from .presets import deep_leakage, gi_paper, improved_deep_leakage, inverting_gradients, see_through_gradients
 from .progress import Progress, watch
 from .rgap import RGAP
+from .rounds import Chained, RepeatedRounds
 from .traps import TrapWeights
 
 
@@ -27,6 +29,9 @@ def missing(attack: Attack, threat: ThreatModel) -> list[Knowledge]:
 CLASSES: tuple[type[Attack], ...] = (
     Blind,
     GradientMatching,
+    RepeatedRounds,
+    Chained,
+    Joint,
     LinearReadout,
     LowRankCompletion,
     Imprint,
@@ -51,11 +56,14 @@ __all__ = [
     "PRESETS",
     "RGAP",
     "Blind",
+    "Chained",
     "GradientMatching",
     "Imprint",
+    "Joint",
     "LinearReadout",
     "LowRankCompletion",
     "Progress",
+    "RepeatedRounds",
     "TrapWeights",
     "deep_leakage",
     "gi_paper",

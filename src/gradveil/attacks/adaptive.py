@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..core import Batch, Defense, Grads, LossFn, Observation, Step
+from ..defenses import Chain, ErrorFeedback
 from ..errors import GradveilError
 from ..gradients import gradient
 from .space import device_of
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 
 LOOKS_PRUNED = 0.4  # share of exact zeros in the middle tensor from which an upload counts as pruned
 BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
+STALE = 0.3  # weight of an entry that may hold older batches, beside one that cannot
 BENT = 1e-2  # change of the values, relative to their size, that is worth imitating
 
 Response = Callable[[Tensor], Tensor]  # an own gradient [P] -> what the client would have sent of it
@@ -103,6 +105,24 @@ def _compare(own: Tensor, one: Tensor, two: Tensor) -> Behaviour:
     return Behaviour(bool((~both).any()), noise, noise < BENT * size < bent)
 
 
+def forgets(defense: Defense | None) -> bool:
+    """Say whether an entry that was sent leaves nothing behind: error feedback round an operator that only selects."""
+    if isinstance(defense, Chain):
+        return sum(forgets(part) for part in defense.parts) == 1
+    return isinstance(defense, ErrorFeedback)
+
+
+def freshness(seen: Observation) -> Tensor | float:
+    """Return how far each entry is from being mixed with older batches, by the client's previous upload.
+
+    Under error feedback an entry sent last round starts from zero, so what is sent of it now is this batch alone.
+    """
+    before = [one for one in seen.earlier if one.round == seen.round - 1]
+    if not before or not forgets(seen.defense):
+        return 1.0
+    return torch.where(flat(before[0].grads) != 0, 1.0, STALE)
+
+
 def looks_pruned(grads: Grads) -> bool:
     """Say whether exact zeros are so common that they can only mean "not sent"."""
     shares = sorted(float((g == 0).float().mean()) for g in grads.values() if g.numel() >= BIG_ENOUGH)
@@ -133,6 +153,7 @@ def aim(
             for (g, _), hidden in zip(tensors, pruned, strict=True)
         ]
     )
+    weight = weight * freshness(seen)
     noise = torch.cat([torch.full_like(g, does.noise).flatten() for g, does in tensors]) * weight
     sent = flat(seen.grads)
     noise_share = float(noise.square().sum() / (sent * weight).square().sum().clamp_min(1e-30))

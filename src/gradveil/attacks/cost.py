@@ -27,45 +27,22 @@ class Terms:
     siblings: int = 1  # neighbouring rows that attack the same upload
 
 
-class MatchingCost:
-    """`self(variables, progress)` for rows of candidates; see `optimise.Cost`.
+class Comparison:
+    """`self(mine)` is the distance of each row of gradients `[N, P]` to its target."""
 
-    Variables are the candidates `[N, B, ...]` and, where `labels` is None, label logits `[N, B, C]`.
-    """
-
-    def __init__(
-        self, simulate: Simulator, targets: Sequence[Target], tv: Sequence[float], labels: Tensor | None, terms: Terms
-    ) -> None:
-        self.simulate, self.labels, self.terms = simulate, labels, terms
+    def __init__(self, targets: Sequence[Target], terms: Terms) -> None:
+        self.terms = terms
         self.sent = torch.stack([t.sent for t in targets])
-        self.tv, self.smooth = torch.tensor(tv, device=self.sent.device), any(tv)
         self.weight = _stack([t.weight for t in targets], 1.0, self.sent)
-        self.low = _stack([t.low for t in targets], 0.0, self.sent)
-        self.high = _stack([t.high for t in targets], 0.0, self.sent)
         self.responses = [t.response for t in targets if t.response is not None]
 
-    def __call__(self, variables: Sequence[Tensor], progress: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what is minimised and the matching loss inside it, one value per row each."""
-        x, terms = variables[0], self.terms
-        mine, gap = self.simulate(x, self.labels if self.labels is not None else variables[1].softmax(-1))
-        seen = mine if not self.responses else self._defended(mine)
+    def __call__(self, mine: Tensor) -> Tensor:
+        """Return `[N]` distances."""
+        seen = self._defended(mine) if self.responses else mine
         seen = seen if self.weight is None else seen * self.weight
-        if terms.objective == "cosine":
-            match = objectives.cosine(seen, self.sent)
-        else:
-            match = objectives.l2(seen, self.sent, terms.normalise)
-        total = match
-        if self.smooth and x.dim() >= 4:
-            total = total + self.tv * objectives.total_variation(x)
-        if terms.l2:
-            total = total + terms.l2 * 0.5 * x.square().flatten(1).mean(1)
-        if gap is not None:
-            total = total + terms.bn * gap
-        if self.low is not None and self.high is not None:
-            total = total + terms.band * (progress >= BAND_FROM) * self._outside(mine, self.low, self.high)
-        if terms.group:
-            total = total + terms.group * (progress >= GROUP_FROM) * self._apart(x)
-        return total, match
+        if self.terms.objective == "cosine":
+            return objectives.cosine(seen, self.sent)
+        return objectives.l2(seen, self.sent, self.terms.normalise)
 
     def _defended(self, mine: Tensor) -> Tensor:
         """Return the values a client would have sent, with the slope of those it had.
@@ -78,9 +55,41 @@ class MatchingCost:
         rounded = mine + (sent - mine).detach()
         return torch.where(sent != 0, rounded, 0.0 if self.weight is None else mine)
 
-    def _outside(self, mine: Tensor, low: Tensor, high: Tensor) -> Tensor:
-        energy = self.sent.square().sum(1).clamp_min(objectives.FLOOR)
-        return objectives.band_violation(mine, low, high).square().sum(1) / energy
+
+class MatchingCost:
+    """`self(variables, progress)` for rows of candidates; see `optimise.Cost`.
+
+    Variables are the candidates `[N, B, ...]` and, where `labels` is None, label logits `[N, B, C]`.
+    """
+
+    def __init__(
+        self, simulate: Simulator, targets: Sequence[Target], tv: Sequence[float], labels: Tensor | None, terms: Terms
+    ) -> None:
+        self.simulate, self.labels, self.terms = simulate, labels, terms
+        self.compare = Comparison(targets, terms)
+        sent = self.compare.sent
+        self.tv = torch.tensor(tv, device=sent.device) if any(tv) else None
+        self.low = _stack([t.low for t in targets], 0.0, sent)
+        self.high = _stack([t.high for t in targets], 0.0, sent)
+
+    def __call__(self, variables: Sequence[Tensor], progress: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is minimised and the matching loss inside it, one value per row each."""
+        x, terms = variables[0], self.terms
+        mine, gap = self.simulate(x, self.labels if self.labels is not None else variables[1].softmax(-1))
+        match = total = self.compare(mine)
+        if self.tv is not None and x.dim() >= 4:
+            total = total + self.tv * objectives.total_variation(x)
+        if terms.l2:
+            total = total + terms.l2 * 0.5 * x.square().flatten(1).mean(1)
+        if gap is not None:
+            total = total + terms.bn * gap
+        if self.low is not None and self.high is not None:
+            inside = objectives.band_violation(mine, self.low, self.high).square().sum(1)
+            energy = self.compare.sent.square().sum(1).clamp_min(objectives.FLOOR)
+            total = total + terms.band * (progress >= BAND_FROM) * inside / energy
+        if terms.group:
+            total = total + terms.group * (progress >= GROUP_FROM) * self._apart(x)
+        return total, match
 
     def _apart(self, x: Tensor) -> Tensor:
         together = x.view(-1, self.terms.siblings, *x.shape[1:])

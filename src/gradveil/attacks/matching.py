@@ -136,12 +136,23 @@ class GradientMatching(Attack):
 
     def cost(self, seen: Observation, targets: Sequence[Target], labels: Tensor | None) -> MatchingCost:
         """Return the cost of candidates for uploads of clients like `seen`."""
-        bn = self.bn if self.bn and trained_statistics(seen.model) else 0.0
-        terms = Terms(self.objective, self.normalise, self.band, bn, self.l2, self.group, self.restarts)
-        simulate = simulator(seen, statistics=bn > 0, split=self.split)
-        return MatchingCost(simulate, targets, [self._smoothing(seen, t) for t in targets], labels, terms)
+        terms = self.terms(seen)
+        simulate = simulator(seen, statistics=terms.bn > 0, split=self.split)
+        return MatchingCost(simulate, targets, [self.smoothing(seen, t) for t in targets], labels, terms)
 
-    def _smoothing(self, seen: Observation, target: Target) -> float:
+    def descent(self) -> Descent:
+        """Return how to go down."""
+        return Descent(
+            self.optimizer, self.lr, self.steps, self.signed, self.decay, self.langevin, self.stop, self.restarts
+        )
+
+    def terms(self, seen: Observation) -> Terms:
+        """Return the weights of the cost for a client like `seen`."""
+        bn = self.bn if self.bn and trained_statistics(seen.model) else 0.0
+        return Terms(self.objective, self.normalise, self.band, bn, self.l2, self.group, self.restarts)
+
+    def smoothing(self, seen: Observation, target: Target) -> float:
+        """Return the weight of the total variation for this upload."""
         if self.tv is not None:
             return self.tv
         # The more noise there is in each equation, and the fewer equations for a pixel, the more the prior must say.
@@ -170,7 +181,8 @@ class GradientMatching(Attack):
 
     def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
         each = self.restarts
-        views = [before_bottleneck(c.seen) for c in clients]
+        naive = self.masked == "never" and self.weighting == "none"
+        views = [c.seen if naive else before_bottleneck(c.seen) for c in clients]
         first = views[0]
         aims = [c.target or self.aim(v) for c, v in zip(clients, views, strict=True)]
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
@@ -183,10 +195,7 @@ class GradientMatching(Attack):
             guessed = [infer_labels(v) if v.labels is None else v.labels.to(begin[0].device) for v in views]
             labels = torch.stack(guessed).repeat_interleave(each, 0)
         cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
-        how = Descent(
-            self.optimizer, self.lr, self.steps, self.signed, self.decay, self.langevin, self.stop, siblings=each
-        )
-        found, losses, done = minimise(cost, begin, how, rngs, box(first) if self.box else None)
+        found, losses, done = minimise(cost, begin, self.descent(), rngs, box(first) if self.box else None)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each
         return [
             Reconstruction(found[0][i], self._named(c, labels, found, i), float(losses[i]), {"steps": done})

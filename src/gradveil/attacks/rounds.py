@@ -1,0 +1,152 @@
+"""Attackers with a memory: what several uploads of one client say together.
+
+Error feedback delays information, it does not destroy it. An entry that is sent carries everything accumulated since
+it was last sent, so the sum of uploads is the sum of gradients, entry by entry, up to the last time it was sent.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
+from ..errors import NeedError
+from ..gradients import parameters
+from .adaptive import Target, flat, forgets
+from .matching import GradientMatching
+from .simulate import simulator
+from .space import alike
+
+
+def history_of(seen: Observation) -> list[Observation]:
+    """Return the client's uploads that follow each other without a gap up to this one, oldest first."""
+    chain = [seen]
+    for one in reversed(seen.earlier):
+        if one.round != chain[0].round - 1:
+            break
+        chain.insert(0, one)
+    if len(chain) == 1:
+        raise NeedError("this attack needs the client's previous uploads: grant rounds and pass earlier=...")
+    return chain
+
+
+def feeds_back(defense: Defense | None, seen: Observation) -> bool:
+    """Say whether the client keeps what it did not send and adds it next time."""
+    return defense is not None and defense.residual(defense.init(parameters(seen.model))) is not None
+
+
+@dataclass(frozen=True)
+class RepeatedRounds(Attack):
+    """A server that sends the same weights again and again and adds up what a client with the same batch returns.
+
+    With error feedback, dividing the sum of an entry's uploads by the rounds it stands for gives its gradient exactly,
+    whenever it was sent: after enough rounds only the entries that never leave stay hidden. Without feedback, uploads
+    are averaged, which takes noise away. Assumes that the client's batch does not change.
+    """
+
+    inner: GradientMatching = field(default_factory=GradientMatching)
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return self.inner.needs | {"rounds", "active"}
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        return self.run_many([seen], [rng])[0]
+
+    def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
+        return self.inner.run_at(seen, [self.target(one) for one in seen], rngs)
+
+    def target(self, seen: Observation) -> Target:
+        """Return the gradient that the rounds with these weights add up to, and where it is known."""
+        same = set(next(group for group in alike([seen, *seen.earlier]) if 0 in group))
+        rounds = [one for i, one in enumerate(seen.earlier, start=1) if i in same]
+        if not rounds:
+            raise NeedError("no earlier upload was made with these weights: the server must repeat them")
+        uploads = torch.stack([flat(one.grads) for one in (*rounds, seen)])
+        whole = rounds[0].round == 0
+        values, known = (accumulated if feeds_back(seen.defense, seen) else averaged)(uploads, whole)
+        noise = self.inner.aim(seen).noise / len(uploads)
+        return Target(values, known.to(values.dtype), noise=noise)
+
+
+def averaged(uploads: Tensor, whole: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the mean of each entry over the uploads that hold it, and which entries any of them holds."""
+    times = (uploads != 0).sum(0)
+    return uploads.sum(0) / times.clamp_min(1), times > 0
+
+
+def accumulated(uploads: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient behind uploads `[T, P]` with error feedback, and which entries are known.
+
+    `whole` says that the first upload is the client's first. If it is not, an entry's first upload only marks from
+    where on it is counted.
+
+    >>> accumulated(torch.tensor([[2.0, 0.0, 0.0], [2.0, 6.0, 0.0]]), whole=True)
+    (tensor([2., 3., 0.]), tensor([ True,  True, False]))
+    """
+    total = torch.zeros_like(uploads[0])
+    since = torch.zeros_like(total) if whole else torch.full_like(total, torch.nan)
+    last = torch.full_like(total, torch.nan)
+    for t, upload in enumerate(uploads, start=1):
+        sent = upload != 0
+        counted = sent & ~since.isnan()
+        total = torch.where(counted, total + upload, total)
+        last = torch.where(counted, float(t), last)
+        since = torch.where(sent & since.isnan(), float(t), since)
+    known = ~last.isnan()
+    return torch.where(known, total / (last - since), 0.0), known
+
+
+@dataclass(frozen=True)
+class Chained(Attack):
+    """Follow one client from its first round: reconstruct, compute its whole gradient, deduce what it kept, go on.
+
+    Round t is compared with `sent - kept`, where kept is what the reconstructions so far imply. Entries sent in the
+    round before kept nothing, whatever the reconstructions are worth; the others count the less, the worse the
+    earlier rounds were matched. Needs the defense, all rounds from the first, and each round's weights.
+    """
+
+    inner: GradientMatching = field(default_factory=GradientMatching)
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return self.inner.needs | {"rounds", "defense"}
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        rounds = history_of(seen)
+        if rounds[0].round != 0:
+            raise NeedError(f"the chain must begin in round 0, the first upload is of round {rounds[0].round}")
+        kept = torch.zeros_like(flat(seen.grads))
+        doubt = torch.zeros_like(kept)
+        losses = []
+        for one in rounds:
+            target = self._target(one, kept, doubt)
+            found = self.inner.run_at([one], [target], [rng])[0]
+            losses.append(found.loss)
+            if one is not seen:
+                kept, doubt = self._next(one, found, kept, doubt)
+        return found._replace(info={**found.info, "losses": losses})
+
+    def _target(self, seen: Observation, kept: Tensor, doubt: Tensor) -> Target:
+        base = self.inner.aim(replace(seen, earlier=()))
+        weight = torch.ones_like(kept) if base.weight is None else base.weight
+        values = (flat(seen.grads) - kept) * weight
+        size = values.square().sum().div(weight.count_nonzero().clamp_min(1)).sqrt().clamp_min(1e-30)
+        trust = weight / (1 + (doubt / size).square()).sqrt()
+        return replace(base, sent=(flat(seen.grads) - kept) * trust, weight=trust)
+
+    def _next(self, seen: Observation, found: Reconstruction, kept: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
+        labels = found.labels if seen.labels is None else seen.labels
+        if labels is None:
+            raise NeedError("the chain needs labels: grant them or let the inner attack infer them")
+        sent = flat(seen.grads)
+        simulate = simulator(seen, split=self.inner.split)
+        with torch.no_grad():
+            mine = simulate(found.inputs[None], labels.to(sent.device)[None])[0][0]
+        total = mine + kept
+        hit = sent != 0
+        missed = (total - sent)[hit].square().sum().div(sent.square().sum().clamp_min(1e-30)).sqrt()
+        doubt = doubt + missed * mine.abs()
+        if forgets(seen.defense):
+            return torch.where(hit, 0.0, total), torch.where(hit, 0.0, doubt)
+        return total - sent, doubt
