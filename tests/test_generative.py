@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
 
 from gradveil import Batch, Defense, DualPrune, Identity, Observation, ThreatModel, Veil, observe
 from gradveil.attacks import missing, watch
@@ -132,3 +133,21 @@ def test_the_file_keeps_the_generator(generator, tmp_path):
 
 def test_the_full_size_file_stays_small():
     assert 2 * sum(p.numel() for p in Generator().parameters()) < 4e6
+
+
+def test_the_command_trains_resumes_and_paints(tmp_path):
+    from gradveil.cli import app
+    from gradveil.cli import commands as _registered  # noqa: F401
+
+    file, picture = tmp_path / "g.safetensors", tmp_path / "g.png"
+    small = ["--data", "digits", "--size", "8", "--width", "16", "--latent", "4", "--batch", "8", "--steps", "3"]
+    train = ["generator", "train", *small, "--device", "cpu", "--out", str(file)]
+    runner = CliRunner()
+    left = tmp_path / "g.safetensors.checkpoint"
+    left.write_bytes(b"")
+    assert "--resume" in str(runner.invoke(app, train).exception)
+    left.unlink()
+    assert runner.invoke(app, train).exit_code == 0
+    assert not left.exists()
+    assert runner.invoke(app, ["generator", "sample", "--file", str(file), "--out", str(picture)]).exit_code == 0
+    assert picture.stat().st_size > 500

@@ -76,9 +76,10 @@ class GGL(Attack):
         return frozenset({"prior"})
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        generator = _generator(seen)
         view = before_bottleneck(seen)
-        labels = infer_labels(view) if view.labels is None else view.labels.to(device_of(view))
-        latents = _Latents(view, _generator(seen), labels, aim(view, masked=self.masked), self.plausible)
+        classes = infer_labels(seen) if seen.labels is None else seen.labels.to(device_of(seen))
+        latents = _Latents(view, generator, classes, aim(view, masked=self.masked), self.plausible)
         shape = (self.pool, view.num_examples, latents.length)
         pool = torch.randn(shape, generator=rng, device=rng.device).to(device_of(view))
         costs = latents.costs(pool)
@@ -92,7 +93,7 @@ class GGL(Attack):
             chosen, match = self._blindly(latents, pool[int(costs.argmin())], rng)
         with torch.no_grad():
             inputs = latents.inputs(chosen[None])[0]
-        return Reconstruction(inputs, labels, match, {"latent": chosen.detach()})
+        return Reconstruction(inputs, classes, match, {"latent": chosen.detach()})
 
     def _blindly(self, latents: "_Latents", start: Tensor, rng: torch.Generator) -> tuple[Tensor, float]:
         done = 0
@@ -115,9 +116,9 @@ class _Latents:
     """What latents cost: rows `[N, B, Z]` stand for N candidate batches."""
 
     def __init__(
-        self, seen: Observation, generator: nn.Module, labels: Tensor, target: Target, plausible: float
+        self, seen: Observation, generator: nn.Module, classes: Tensor, target: Target, plausible: float
     ) -> None:
-        self.seen, self.generator, self.labels, self.target = seen, generator, labels, target
+        self.seen, self.generator, self.classes, self.target = seen, generator, classes, target
         self.plausible = plausible
         self.length: int = cast(Any, generator).latent
         self.simulate: Simulator = simulator(seen)
@@ -126,8 +127,7 @@ class _Latents:
 
     def inputs(self, latents: Tensor) -> Tensor:
         """Return the model inputs `[N, B, ...]` that latents stand for."""
-        labels = self.labels.repeat(len(latents))
-        pixels: Tensor = self.generator(latents.flatten(0, 1), labels)
+        pixels: Tensor = self.generator(latents.flatten(0, 1), self.classes.repeat(len(latents)))
         wanted = self.seen.input_shape
         if tuple(pixels.shape[2:]) != wanted[1:]:
             pixels = F.interpolate(pixels, wanted[1:], mode="bilinear", antialias=True)
@@ -135,7 +135,8 @@ class _Latents:
 
     def cost(self, rows: int) -> "_Cost":
         """Return a cost function for this many rows, as `minimise` takes it."""
-        labels = self.labels.expand(rows, -1)
+        labels = self.classes if self.seen.labels is None else self.seen.labels.to(self.classes.device)
+        labels = labels.expand(rows, *labels.shape)
         return _Cost(self, MatchingCost(self.simulate, [self.target] * rows, [0.0] * rows, labels, Terms()))
 
     def costs(self, latents: Tensor, bare: bool = False) -> Tensor:

@@ -26,7 +26,7 @@ from .probe import pruned_shares
 from .space import box
 
 PHOTO_MEAN, PHOTO_SPREAD = 0.47, 0.12  # of the mean of a natural photograph, pixels in 0..1
-FAINT = 1e-6  # a difference below this share of the largest is rounding, not a picture
+ROUNDING = 1e-6  # rows that differ by less than this share of themselves may be equal
 NEVER = 1e4  # spreads above the centre: no picture gets there
 NOISE_MARGIN = 1.5  # of mean squares over thousands of entries, whose chance spread is far smaller
 SCATTERED = 0.9  # a band of which less arrives was thinned at random
@@ -201,8 +201,9 @@ def _steps(weight: Tensor) -> Tensor:
     empty = ~sent.any(1)
     both = (sent[:-1] & sent[1:]) | empty[:-1, None] | empty[1:, None]
     gap = ((weight[:-1] - weight[1:]) * both).square().sum(1) / both.sum(1).clamp_min(1)
-    # Most neighbours are equal, so the middle gap is noise; a picture stands out from it.
-    return gap > torch.maximum(NOISE_MARGIN * gap.median(), FAINT**2 * gap.max())
+    # Most neighbours are equal, so the middle gap is noise; a picture stands out from it, and from rounding.
+    level = weight.square().mean(1)
+    return gap > torch.maximum(NOISE_MARGIN * gap.median(), ROUNDING**2 * (level[:-1] + level[1:]))
 
 
 def _pooled(rows: Tensor, run: Tensor, runs: int) -> tuple[Tensor, Tensor]:

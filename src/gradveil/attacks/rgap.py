@@ -147,7 +147,7 @@ def solve(
 def weight_normal(stage: Stage, weight: Tensor) -> Tensor:
     """Return the dense matrix of the weighted equations `W x = z` in normal form, `[n, n]` for n inputs.
 
-    Built patch by patch: each output position adds one small block, which is the same for all positions of weight 1.
+    Built patch by patch: each output position adds one small block, the same for all where every weight is 1.
     """
     conv, count = stage.conv, math.prod(stage.takes)
     filters = conv.weight.detach().to(weight.dtype).flatten(1)
@@ -155,9 +155,9 @@ def weight_normal(stage: Stage, weight: Tensor) -> Tensor:
     padding = cast(tuple[int, ...], conv.padding)  # `chain` refuses the named kinds
     patches = F.unfold(numbered, conv.kernel_size, 1, padding, conv.stride)[0].long() - 1  # [C * k * k, positions]
     out = weight.new_zeros(count, count)
-    whole = filters.T @ filters
+    whole, uniform = filters.T @ filters, bool((weight == 1).all())
     for position, mask in zip(patches.T, weight[0].flatten(1).T, strict=True):
-        block = whole if bool((mask == 1).all()) else filters.T @ (mask[:, None] * filters)
+        block = whole if uniform else filters.T @ (mask[:, None] * filters)
         inside = position >= 0
         index = position[inside]
         out[index[:, None], index[None]] += block[inside][:, inside]
