@@ -7,13 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree
-from ..core import Attack, Batch, Defense, Grads, Masks, Observation, ThreatModel
+from ..core import Attack, Batch, Grads, Masks, Observation, ThreatModel
 from ..gate import observe
 from ..gradients import gradient, parameters
+from ..guard import Guard, fingerprint
 from ..training.job import own_randomness
 from ..veil import Veil, derive_rng
 from .plan import Plan, Subject
 from .report import Column, ColumnInfo
+from .verdict import BASELINE
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,8 +61,7 @@ def uploads(plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack:
     while the residual ages, so that all defenses are attacked on the same weights; audit a checkpoint to see a
     residual that grew while the model learnt. An active `attack` plants its model first.
     """
-    defense = subject.defenses[name]
-    model = _model(plan, subject, column, defense, attack)
+    model = _model(plan, subject, column, name, attack)
     groups = torch.tensor(column.pictures).split(column.batch_size)
     return [
         _Client((plan, subject, column), name, model, i).upload(subject.victims.batch(group, subject.device))
@@ -68,13 +69,17 @@ def uploads(plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack:
     ]
 
 
-def _model(plan: Plan, subject: Subject, column: ColumnInfo, defense: Defense, attack: Attack | None) -> nn.Module:
-    """Return the model the server sends out, in the mode the client uses it."""
+def _model(plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack: Attack | None) -> nn.Module:
+    """Return the model the server sends out, in the mode the client uses it; a guarded client may refuse it."""
     with own_randomness(plan.seed, subject.device):
-        model = defense.prepare_model(copy.deepcopy(subject.model)).to(subject.device)
+        model = subject.defenses[name].prepare_model(copy.deepcopy(subject.model)).to(subject.device)
         if attack is not None and "active" in attack.needs:
+            honest = fingerprint(model)
             rng = derive_rng(plan.seed, "server", 0, "plant")
             model = attack.plant(model, subject.victims.input_shape, rng).to(subject.device)
+            # The bare client is the control that shows what the attack can do: it has no guard either.
+            if plan.guard and name != BASELINE:
+                Guard(pinned=honest).check(model)
     return model.train(column.mode == "train")
 
 

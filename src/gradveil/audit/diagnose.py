@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .. import tree
 from ..core import Batch, Grads
-from ..data import Dataset, to_pixels
+from ..data import Dataset, normalise, to_pixels
 from ..gradients import gradient
 from ..models import has_batchnorm
 from .clients import Sent
@@ -24,6 +24,7 @@ FADED = 1e-5  # first layer's gradient per entry against the last layer's
 SURE = 0.999  # mean largest probability from which outputs count as saturated
 INPUT_RANGE = (0.3, 3.0)  # standard deviation of sensibly normalised inputs
 OFF_CENTRE = 1.0
+OUTSIDE = 0.01  # share of pixels beyond black or white from which the constants cannot be right
 APART = 0.9  # cosine below which two gradients are different problems
 UNMATCHED = 0.05  # cosine loss from which an optimiser has not arrived
 MATCHED = 0.01
@@ -34,7 +35,7 @@ def diagnose(sent: Sequence[Sent], rows: Sequence[Row], data: Dataset) -> list[F
     checks = [
         saturated(sent),
         vanishing(sent),
-        normalisation(sent, data),
+        wrong_normalisation(sent, data),
         train_mode_batchnorm(sent),
         labels_missed(rows),
         unconverged(rows),
@@ -91,19 +92,19 @@ def saturated(sent: Sequence[Sent]) -> Finding | None:
     )
 
 
-def normalisation(sent: Sequence[Sent], data: Dataset) -> Finding | None:
+def wrong_normalisation(sent: Sequence[Sent], data: Dataset) -> Finding | None:
     """The inputs do not look as if they had been normalised with the constants the attacker was told."""
     inputs = torch.cat([s.batch.inputs for s in sent]).double()
     spread, centre = float(inputs.std()), float(inputs.mean().abs())
-    back = to_pixels(inputs, data.mean, data.std)
-    clipped = float(((back == 0) | (back == 1)).double().mean())
-    if INPUT_RANGE[0] <= spread <= INPUT_RANGE[1] and centre <= OFF_CENTRE and clipped < 0.5:
+    lost = (normalise(to_pixels(inputs, data.mean, data.std), data.mean, data.std) - inputs).abs() > 1e-3
+    outside = float(lost.double().mean())
+    if INPUT_RANGE[0] <= spread <= INPUT_RANGE[1] and centre <= OFF_CENTRE and outside < OUTSIDE:
         return None
     return Finding(
         "wrong_normalisation",
         "The normalisation looks wrong",
         f"Inputs have mean {float(inputs.mean()):.2f} and standard deviation {spread:.2f} (expected near 0 and 1); "
-        f"{100 * clipped:.0f} % of the pixels lie at or beyond black or white.",
+        f"{100 * outside:.0f} % of the pixels lie beyond black or white.",
         "Give the mean and std the model is trained with; the attacker searches the box they define.",
     )
 

@@ -13,7 +13,7 @@ from .. import check, data, models
 from ..attacks import ATTACKS
 from ..core import Attack, Defense, LossFn, Tensors
 from ..data import Dataset
-from ..defenses import DEFENSES
+from ..defenses import ATS, DEFENSES
 from ..errors import ConfigError
 from ..spec import build, to_text
 from ..training import Checkpoint, Settings, load_checkpoint
@@ -45,6 +45,7 @@ class Scope:
     round: int = _option(4, "Uploads the client made before the attacked one, for the realistic column.")
     checkpoint: str = _option("", "A checkpoint of gradveil train: audit that run, with a client's real residual.")
     client: int = _option(0, "Which client of the checkpoint.")
+    guard: bool = _option(False, "Let clients refuse a manipulated model; off shows what the defense alone does.")
     accuracy_rounds: int = _option(60, "Rounds of training to measure accuracy under each defense; 0: do not.")
     budget: float = _option(0.0, "Minutes the audit may take; 0: no limit. What does not fit is reported as cut.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
@@ -124,6 +125,8 @@ def subject(
 ) -> Subject:
     """Return what the plan names; parts that are passed take the place of those it names."""
     saved = load_checkpoint(plan.checkpoint) if plan.checkpoint else None
+    if saved is not None and plan.client >= len(saved.users):
+        raise ConfigError(f"client must be below {len(saved.users)}, the users of the checkpoint, got {plan.client}")
     device = pick_device(plan.device)
     victims, private, public = _pictures(plan, saved, dataset)
     if model is None:
@@ -132,6 +135,7 @@ def subject(
         model = models.build(name, num_classes=classes, input_shape=shape, seed=plan.seed)
         _load_weights(model, plan, saved)
     wanted = defenses or _named(DEFENSES, plan.defenses or _fallback(saved), "defense")
+    wanted = {name: _told(defense, victims) for name, defense in wanted.items()}
     return Subject(
         model=model.to(device),
         loss_fn=loss_fn,
@@ -151,6 +155,12 @@ def pick_device(name: str) -> torch.device:
     from ..training.job import pick_device as pick
 
     return pick(name)
+
+
+def _told(defense: Defense, data: Dataset) -> Defense:
+    """Tell a defense that changes pictures how they are normalised, unless it was told."""
+    unset = isinstance(defense, ATS) and (defense.mean, defense.std) == (ATS().mean, ATS().std)
+    return ATS(defense.policy, data.mean, data.std) if isinstance(defense, ATS) and unset else defense
 
 
 def _fallback(saved: Checkpoint | None) -> tuple[str, ...]:
@@ -180,8 +190,6 @@ def _load_weights(model: nn.Module, plan: Plan, saved: Checkpoint | None) -> Non
 def _residuals(plan: Plan, saved: Checkpoint | None, defenses: Mapping[str, Defense]) -> dict[str, Tensors]:
     if saved is None:
         return {}
-    if plan.client >= len(saved.users):
-        raise ConfigError(f"client must be below {len(saved.users)}, the users of the checkpoint, got {plan.client}")
     own = to_text(build(DEFENSES, saved.settings.defense, "defense"))
     return {name: saved.users[plan.client] for name, d in defenses.items() if to_text(d) == own}
 

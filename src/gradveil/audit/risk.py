@@ -127,7 +127,7 @@ def fast_score(uploads: Callable[[str], Sequence[Sent]], subject: Subject, seed:
     risks = []
     for name in subject.defenses:
         readable, bounds = [], []
-        for shared, sent in zip(bare, uploads(name), strict=True):
+        for shared, sent in zip(bare, uploads(name), strict=False):
             jacobian = shared if shared.fits(sent) else Jacobian(sent, directions, seed)
             readable.append(jacobian.readable(sent, variance))
             bounds.append(jacobian.bound(sent, subject.victims))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ..attacks import missing
 from ..attacks.progress import Progress, watch
@@ -25,6 +25,9 @@ from .verdict import BASELINE, against_floor, judge
 
 WATCH_EVERY = 10  # attack steps between two looks at the clock
 SHARED = frozenset({"budget", "device"})  # settings a resumed audit may change
+
+
+T = TypeVar("T")
 
 
 class Event(NamedTuple):
@@ -97,7 +100,7 @@ class Audit:
             self._update(floors=found, metrics=_ends(found[0].scores), lineup=size, chance=luck)
         if self.report.fast is None:
             self._say("fast score")
-            self._update(fast=fast_score(lambda name: self._sent("diagnostic", name), self.subject, self.plan.seed))
+            self._update(fast=fast_score(self._sent_or_nothing, self.subject, self.plan.seed))
 
     def _sent(self, column: Column, defense: str, attack: Attack | None = None) -> list[Sent]:
         """Return the uploads of a defense; those of the last defense are kept, since every passive attack sees them."""
@@ -108,6 +111,13 @@ class Audit:
             self._uploads = (column, defense), sent
             self._describe(column, defense, sent)
         return self._uploads[1]
+
+    def _sent_or_nothing(self, defense: str) -> list[Sent]:
+        """Return the diagnostic uploads; nothing where a defense cannot send: its rows will say why."""
+        sent, error = _attempt(lambda: self._sent("diagnostic", defense))
+        if error is not None and defense == BASELINE:
+            raise error  # a model without a gradient cannot be audited at all
+        return sent or []
 
     def _describe(self, column: Column, defense: str, sent: Sequence[Sent]) -> None:
         known = next(d for d in self.report.defenses if d.name == defense)
@@ -128,21 +138,20 @@ class Audit:
         if short:
             return replace(row, status="skipped", note=short)
         started = time.monotonic()
-        try:
-            fields = self._attack(cell, attack)
-        except BudgetError:
-            row = replace(row, status="skipped", note=f"cut: the budget of {self.plan.budget:g} minutes was used up")
-        except NeedError as error:
-            row = replace(row, status="skipped", note=str(error))
-        except GuardError as error:
-            row = replace(row, status="refused", note=str(error), floor=self._floor(cell.column))
-        except Exception as error:  # the one broad except: an attack that breaks is a result to report, not to hide
-            note = f"{type(error).__name__}: {error}"
-            row = replace(row, status="failed", note=note, traceback=traceback.format_exc())
-        else:
-            row = replace(row, **fields)
-            self.seconds[cell.column, cell.attack] = time.monotonic() - started
-        return replace(row, seconds=time.monotonic() - started)
+        fields, error = _attempt(lambda: self._attack(cell, attack))
+        seconds = time.monotonic() - started
+        if fields is not None:
+            self.seconds[cell.column, cell.attack] = seconds
+            return replace(row, seconds=seconds, **fields)
+        match error:
+            case BudgetError():
+                return replace(row, status="skipped", seconds=seconds, note=f"cut: {error}")
+            case NeedError():
+                return replace(row, status="skipped", seconds=seconds, note=str(error))
+            case GuardError():
+                return replace(row, status="refused", seconds=seconds, note=str(error), floor=self._floor(cell.column))
+        trace = "".join(traceback.format_exception(error))
+        return replace(row, status="failed", seconds=seconds, note=f"{type(error).__name__}: {error}", traceback=trace)
 
     def _attack(self, cell: Cell, attack: Attack) -> dict[str, Any]:
         data = self.subject.victims
@@ -176,7 +185,7 @@ class Audit:
     def _watch(self, cell: Cell, progress: Progress) -> None:
         left = self._left()
         if left is not None and left <= 0:
-            raise BudgetError
+            raise BudgetError(f"the budget of {self.plan.budget:g} minutes was used up")
         self._say(_name(cell), progress.step, progress.total)
 
     def _say(self, stage: str, step: int = 0, steps: int = 0) -> None:
@@ -243,6 +252,14 @@ class Audit:
                         finding.code, replace(finding, evidence=f"{column.capitalize()}: {finding.evidence}")
                     )
         return list(found.values())
+
+
+def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return what `work` returns, or how it broke. The one broad except: a failure is a result, not to be hidden."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
 
 
 def _name(item: Cell | Row) -> str:

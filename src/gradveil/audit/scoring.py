@@ -179,7 +179,7 @@ def _layer(true: Tensor, sent: Tensor) -> tuple[float, float, float]:
     """Return the shares of entries, of energy and of the largest entries that left."""
     left, size = (sent != 0).flatten(), true.abs().flatten().double()
     energy = float(size.square().sum())
-    top = size.topk(max(1, math.ceil(LARGEST * size.numel()))).indices
+    top = size.topk(max(1, int(LARGEST * size.numel()))).indices
     return (
         float(left.double().mean()),
         float(size[left].square().sum()) / energy if energy else 0.0,

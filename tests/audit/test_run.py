@@ -1,0 +1,259 @@
+"""The audit end to end on settings that take seconds: what is measured is true, and nothing that fails is hidden."""
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+
+import gradveil
+from gradveil.audit import Audit, Plan, Report, subject
+from gradveil.audit.plan import cells
+from gradveil.core import Attack, Observation, Reconstruction
+from gradveil.errors import ConfigError, NeedError
+from gradveil.training import Settings, Trainer, assemble
+
+QUICK = {
+    "model": "mlp(hidden=32)",
+    "data": "digits",
+    "pictures": 4,
+    "batch_size": 2,
+    "round": 2,
+    "accuracy_rounds": 0,
+    "device": "cpu",
+}
+READERS = ["linear_readout", "low_rank_completion"]
+
+
+@pytest.fixture(scope="module")
+def quick() -> Report:
+    return gradveil.audit(defenses=["topk", "dgp", "gaussian_noise(std=10.0)"], attacks=READERS, **QUICK)
+
+
+def test_bare_gradient_leaks_and_both_columns_are_there(quick: Report) -> None:
+    assert [c.name for c in quick.columns] == ["diagnostic", "realistic"]
+    assert [(c.mode, c.batch_size, c.rounds, c.grants["labels"]) for c in quick.columns] == [
+        ("eval", 1, 0, True),
+        ("train", 2, 2, False),
+    ]
+    assert len(quick.rows) == 4 * 2 * 2
+    assert quick.judgement("none").verdict == "leaks"
+    exact = quick.find("diagnostic", "none", "linear_readout")
+    assert min(exact.scores["ssim"]) > 0.99
+    assert all(exact.identified)
+
+
+def test_completion_beats_pruning_where_the_naive_reading_does_not(quick: Report) -> None:
+    completed = quick.find("diagnostic", "dgp", "low_rank_completion")
+    assert sum(completed.scores["ssim"]) / 4 > 0.9
+    assert quick.judgement("dgp").verdict == "leaks"
+    assert quick.judgement("dgp", "diagnostic").worst_attack == "low_rank_completion"
+
+
+def test_noise_beyond_the_gradient_is_never_called_a_leak(quick: Report) -> None:
+    assert quick.judgement("gaussian_noise(std=10.0)", "diagnostic").verdict != "leaks"
+
+
+def test_costs_are_those_of_the_bytes(quick: Report) -> None:
+    found = {d.name: d.uploads[0] for d in quick.defenses}
+    assert found["dgp"].bytes_sent < 0.3 * found["dgp"].bytes_dense
+    assert found["none"].distance == 0.0
+    assert found["none"].cosine == pytest.approx(1.0)
+    layer = found["dgp"].layers[0]
+    assert layer.sent == pytest.approx(0.2, abs=0.01)
+    assert layer.largest < 0.05  # dual pruning sends none of the largest entries, but for ties between equal pixels
+    assert found["topk"].layers[0].largest > 0.95
+    assert found["dgp"].residual_ratio == 0.0
+    assert (
+        next(u for d in quick.defenses if d.name == "dgp" for u in d.uploads if u.column == "realistic").residual_ratio
+        > 0
+    )
+
+
+def test_fast_score_knows_noise_from_pruning(quick: Report) -> None:
+    readable = {r.defense: sum(r.readable) / len(r.readable) for r in quick.fast.risks}
+    assert readable["none"] > readable["gaussian_noise(std=10.0)"]
+    assert readable["dgp"] > 2 * readable["gaussian_noise(std=10.0)"]
+    assert quick.fast.correlation > 0.3
+    assert all(value == 0 for value in quick.fast.risks[0].bound)
+
+
+def test_same_settings_same_report(quick: Report) -> None:
+    again = gradveil.audit(defenses=["topk", "dgp", "gaussian_noise(std=10.0)"], attacks=READERS, **QUICK)
+    for a, b in zip(quick.rows, again.rows, strict=True):
+        assert replace(a, seconds=0) == replace(b, seconds=0)
+    assert again.judgements == quick.judgements
+
+
+def test_report_is_saved_and_rendered(quick: Report, tmp_path) -> None:
+    page = gradveil.audit.write(quick, tmp_path)
+    assert Report.load(tmp_path / "report.json") == quick
+    assert "Every attack" in page.read_text()
+
+
+@dataclass(frozen=True)
+class Broken(Attack):
+    error: str = "runtime"
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        if self.error == "need":
+            raise NeedError("this attack needs a first layer it can read")
+        raise RuntimeError("it broke")
+
+
+@dataclass(frozen=True)
+class NeedsLabels(Attack):
+    @property
+    def needs(self):
+        return frozenset({"labels"})
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        return Reconstruction(torch.zeros(seen.num_examples, *seen.input_shape))
+
+
+def test_failures_are_rows_with_reasons() -> None:
+    attacks = {"broken": Broken(), "needy": Broken("need"), "labels": NeedsLabels()}
+    found = gradveil.audit(defenses=["dgp"], attacks=attacks, **{**QUICK, "pictures": 1, "round": 0})
+    broken = found.find("diagnostic", "dgp", "broken")
+    assert (broken.status, broken.note) == ("failed", "RuntimeError: it broke")
+    assert "raise RuntimeError" in broken.traceback
+    needy = found.find("diagnostic", "dgp", "needy")
+    assert (needy.status, needy.note) == ("skipped", "this attack needs a first layer it can read")
+    assert found.find("realistic", "dgp", "labels").note == "the attacker is not granted labels"
+    assert found.judgement("dgp").verdict == "incomplete"
+    assert "nothing here is evidence of privacy" in gradveil.audit.to_markdown(found)
+
+
+@dataclass(frozen=True)
+class NeverSends(gradveil.Defense):
+    def apply(self, grads, state, step):
+        raise RuntimeError("no upload today")
+
+
+def test_defense_that_cannot_send_is_a_row_not_a_crash() -> None:
+    found = gradveil.audit(defenses={"mute": NeverSends()}, attacks=READERS[:1], **{**QUICK, "pictures": 2})
+    assert [row.status for row in found.rows if row.defense == "mute"] == ["failed", "failed"]
+    assert found.judgement("none").verdict == "leaks"
+    assert found.judgement("mute").verdict == "incomplete"
+    assert "no upload today" in gradveil.audit.to_html(found)
+
+
+def test_budget_cuts_and_says_so() -> None:
+    attacks = ["gradient_matching(steps=100000)"]
+    plan = {**QUICK, "pictures": 1, "round": 0, "budget": 0.03}
+    found = gradveil.audit(defenses=["dgp"], attacks=attacks, **plan)
+    assert found.seconds < 60 * 0.03 + 15
+    assert all(row.status == "skipped" for row in found.rows)
+    assert len(found.cut) == len(found.rows)
+    assert "0.03 minutes" in found.cut[0]
+    assert found.judgement("dgp").verdict == "incomplete"
+
+
+@dataclass(frozen=True)
+class Interrupted(Attack):
+    """Reads pictures like `LinearReadout`, but the user presses Ctrl-C at the given call."""
+
+    at: int
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        CALLS.append(1)
+        if len(CALLS) == self.at:
+            raise KeyboardInterrupt
+        return gradveil.attacks.LinearReadout().run(seen, rng)
+
+
+CALLS: list[int] = []
+
+
+def test_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path) -> None:
+    CALLS.clear()
+    settings = {**QUICK, "pictures": 2, "round": 0}
+    plan = Plan(defenses=("dgp",), attacks=("reader",), **settings)
+
+    def start(at: int, before: Report | None = None) -> Audit:
+        found = subject(plan, defenses={"dgp": gradveil.dgp()}, attacks={"reader": Interrupted(at)})
+        return Audit(plan, found, save=lambda r: r.save(tmp_path / "report.json"), before=before)
+
+    stopped = start(4)
+    with pytest.raises(KeyboardInterrupt):
+        stopped.run()
+    kept = Report.load(tmp_path / "report.json")
+    done = [row for row in kept.rows if row.status == "ok"]
+    assert len(done) == 2
+    assert len(kept.rows) == 4
+    assert all("interrupted" in row for row in kept.cut)
+    finished = start(0, before=kept).run()
+    assert [row.status for row in finished.rows] == ["ok"] * 4
+    assert finished.rows[:2] == done  # not done again
+    assert not finished.cut
+    assert finished.seconds > kept.seconds
+    other = replace(plan, pictures=3)
+    found = subject(other, attacks={"reader": Interrupted(0)})
+    with pytest.raises(ConfigError, match="pictures = 2, not 3"):
+        Audit(other, found, before=kept)
+
+
+def test_active_attack_and_the_guard() -> None:
+    settings = {**QUICK, "model": "lenet", "pictures": 2, "batch_size": 2, "round": 0}
+    open_door = gradveil.audit(defenses=["dgp"], attacks=["rob"], **settings)
+    assert open_door.column("diagnostic").grants["active"]
+    assert open_door.judgement("none").verdict == "leaks"
+    guarded = gradveil.audit(defenses=["dgp"], attacks=["rob"], guard=True, **settings)
+    assert {row.status for row in guarded.rows if row.defense == "dgp"} == {"refused"}
+    assert guarded.judgement("dgp").verdict == "holds"
+
+
+def test_audit_in_the_middle_of_a_training_run(tmp_path) -> None:
+    settings = Settings(model="mlp(hidden=16)", data="digits", defense="dgp", users=3, rounds=4, batch_size=8)
+    trainer = Trainer(assemble(replace(settings, device="cpu", lr="0.05")))
+    for _ in trainer:
+        pass
+    trainer.save(tmp_path / "checkpoint.safetensors")
+    plan = {"checkpoint": str(tmp_path / "checkpoint.safetensors"), "client": 1, "pictures": 2, "batch_size": 2}
+    found = gradveil.audit(attacks=READERS, accuracy_rounds=0, device="cpu", **plan)
+    assert [d.name for d in found.defenses] == ["none", "dgp"]
+    assert found.column("realistic").rounds == 4
+    dgp = next(d for d in found.defenses if d.name == "dgp")
+    assert all(upload.residual_ratio > 0.5 for upload in dgp.uploads)  # the client's real residual, in both columns
+    with pytest.raises(ConfigError, match="client must be below 3"):
+        gradveil.audit(checkpoint=plan["checkpoint"], client=3)
+
+
+def test_own_model_data_and_aligned_defense() -> None:
+    model = gradveil.models.build("lenet", num_classes=10, input_shape=(1, 8, 8))
+    before = [p.clone() for p in model.parameters()]
+    digits = gradveil.data.load("digits")
+    found = gradveil.audit(
+        model,
+        digits,
+        defenses={"aligned": gradveil.adgp(), "transformed": gradveil.defenses.ATS()},
+        attacks={"quick": gradveil.attacks.GradientMatching(steps=3)},
+        pictures=2,
+        batch_size=2,
+        round=1,
+        accuracy_rounds=0,
+    )
+    assert all(row.status == "ok" for row in found.rows), [row.traceback for row in found.rows if row.traceback][:1]
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    assert found.settings["model"] == "Sequential"
+
+
+def test_the_most_telling_cells_come_first() -> None:
+    plan = Plan(defenses=("dgp",), **QUICK)
+    order = cells(subject(plan))
+    assert [(c.defense, c.attack) for c in order[:2]] == [("none", "mask-aware"), ("none", "naive")]
+    assert order[4].defense == "dgp"
+    assert order[4].column == "diagnostic"
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ConfigError, match="ask for fewer"):
+        gradveil.audit(**{**QUICK, "pictures": 5000})
+    with pytest.raises(ValueError, match="pictures must be"):
+        gradveil.audit(pictures=0)
+    with pytest.raises(ConfigError, match="unknown defense"):
+        gradveil.audit(defenses=["dpg"])
+
+
+def test_report_json_is_plain(quick: Report) -> None:
+    json.loads(quick.to_json(), parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
