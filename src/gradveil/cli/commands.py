@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401
     ats,
+    attack,
     audit,
     basics,
     bench_codec,
@@ -11,6 +12,7 @@ from . import (  # noqa: F401
     flower,
     gate,
     generator,
+    leaderboard,
     reproduce,
     train,
     ui,

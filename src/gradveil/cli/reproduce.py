@@ -10,7 +10,9 @@ from rich.markup import escape
 
 from ..reproduce import NAMES, SCALES, Outcome, Session, run
 from ..reproduce.cells import key
+from ..reproduce.pages import render as make_page
 from ..reproduce.tables import TABLES
+from ..reproduce.view import page as make_view
 from . import app, err, out
 
 group = typer.Typer(
@@ -49,7 +51,7 @@ def _command(name: str) -> None:
             command=shlex.join(["gradveil", *sys.argv[1:]]),
         )
         out.print(f"{name}, {session.scale.note}.", markup=False, highlight=False)
-        outcomes = run(name, session, seeds=_numbers(seeds), pattern=cells, tell=_tell)
+        outcomes = run(name, session, seeds=_numbers(seeds), pattern=cells, tell=_list if dry else _tell)
         count = {status: sum(o.status == status for o in outcomes) for status in STYLES}
         summary = ", ".join(f"{number} {status}" for status, number in count.items() if number)
         out.print(f"{summary or 'no cell matches'}; {session.scale.name} scale, in {folder / session.scale.name}")
@@ -63,13 +65,46 @@ for _name in NAMES:
     _command(_name)
 
 
+@group.command()
+def view(
+    name: Annotated[str, typer.Argument(help=f"One of {', '.join(NAMES)}.")],
+    scale: ScaleName = "quick",
+    root: Root = None,
+    folder: Folder = Path("results"),
+    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/reproduce/view.html"),
+) -> None:
+    """Show reconstructions beside the originals, which come from your own copy of the data."""
+    if name not in NAMES:
+        raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(make_view(name, SCALES[_known(scale)], folder, root), encoding="utf-8")
+    out.print(f"The page: {page.resolve().as_uri()}", highlight=False, soft_wrap=True)
+
+
+@group.command()
+def render(
+    folder: Folder = Path("results"),
+    page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results.md"),
+) -> None:
+    """Write docs/results.md from the recorded results."""
+    page.write_text(make_page(folder), encoding="utf-8")
+    out.print(f"wrote {page}", markup=False, highlight=False)
+
+
 def _tell(outcome: Outcome, done: int, total: int) -> None:
+    if outcome.status == "no time" and not outcome.note:
+        return  # the summary counts them
     style = STYLES[outcome.status]
     took = f" {outcome.seconds:.1f} s" if outcome.seconds else ""
     line = f"{done:>3}/{total} [{style}]{outcome.status}[/]{took}  {escape(key(outcome.cell))}"
     if outcome.note:
         line += f"  [dim]{escape(outcome.note)}[/]"
     (err if outcome.status == "failed" else out).print(line, highlight=False, soft_wrap=True)
+
+
+def _list(outcome: Outcome, done: int, total: int) -> None:
+    status = "to do" if outcome.status == "no time" else outcome.status
+    out.print(f"{done:>3}/{total} {status:<9} {key(outcome.cell)}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _known(scale: str) -> str:

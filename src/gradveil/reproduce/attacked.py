@@ -21,11 +21,13 @@ from ..data import Dataset, to_pixels
 from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..gate import observe
+from ..generator import GeneratorSettings, load_generator, train_generator
 from ..gradients import local_update, parameters
 from ..spec import build, to_text
-from ..training.job import fitted
+from ..training.job import fitted, own_randomness
 from ..veil import Veil, derive_rng
 from .cells import AttackCell
+from .scales import Scale
 from .store import save_strip
 from .weights import trained_weights
 
@@ -62,7 +64,7 @@ def victims(cell: AttackCell, root: str | None) -> tuple[Dataset, list[int]]:
     return data, [index for group in groups for index in group]
 
 
-def perform(cell: AttackCell, *, scale: Any, root: str | None, device: torch.device, strip: Path) -> dict[str, Any]:
+def perform(cell: AttackCell, *, scale: Scale, root: str | None, device: torch.device, strip: Path) -> dict[str, Any]:
     """Run the cell and return its result; the strip of reconstructions is written to `strip`."""
     data, chosen = victims(cell, root)
     attack = build(ATTACKS, cell.attack_text, "attack")
@@ -75,8 +77,12 @@ def perform(cell: AttackCell, *, scale: Any, root: str | None, device: torch.dev
     else:
         sent = clients.uploads(plan, subject, column, cell.defense, attack)
     seen = [s.seen if cell.adaptive else replace(s.seen, defense=None) for s in sent]
+    if "prior" in attack.needs:
+        prior = _generator(scale, subject.public, cell.seed).to(device)
+        seen = [replace(one, prior=prior) for one in seen]
     rngs = [derive_rng(cell.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
-    found = attack.run_many(seen, rngs)
+    with own_randomness(cell.seed, device):  # an attacker who imitates a random layer draws as it does
+        found = attack.run_many(seen, rngs)
     save_strip(strip, torch.cat([_paired(s, f, data) for s, f in zip(sent, found, strict=True)]))
     return {
         "attack_spec": to_text(attack),
@@ -95,7 +101,7 @@ def perform(cell: AttackCell, *, scale: Any, root: str | None, device: torch.dev
 
 def _subject(
     cell: AttackCell,
-    scale: Any,
+    scale: Scale,
     root: str | None,
     device: torch.device,
     data: Dataset,
@@ -155,6 +161,13 @@ def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
         )
         sent.append(Sent(seen, batch, used, update, payload.nbytes, sum(veil.seconds), None))
     return sent
+
+
+def _generator(scale: Scale, public: Dataset, seed: int) -> nn.Module:
+    """Return the prior GGL searches: the project's own, or one trained for a moment on public pictures."""
+    if scale.generator is None:
+        return load_generator()
+    return train_generator(public, GeneratorSettings(**scale.generator, seed=seed))
 
 
 def _scores(

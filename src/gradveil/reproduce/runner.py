@@ -67,19 +67,18 @@ def run(
     that breaks is reported as failed and leaves no file, and the others go on.
     """
     cells = [c for c in worklist(name, session.scale, tuple(seeds)) if fnmatch(key(c), pattern)]
-    longest: dict[str, float] = {}
+    took: dict[str, float] = {}  # what the last cell of each attacker took
     outcomes = []
     for done, cell in enumerate(cells, start=1):
-        outcome = _one(cell, session, longest)
+        outcome = _one(cell, session, took)
         if outcome.status == "done":
-            group = key(cell).partition("_")[0]
-            longest[group] = max(longest.get(group, 0.0), outcome.seconds)
+            took[key(cell).partition("_")[0]] = outcome.seconds
         outcomes.append(outcome)
         tell(outcome, done, len(cells))
     return outcomes
 
 
-def _one(cell: Cell, session: Session, longest: dict[str, float]) -> Outcome:
+def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
     path = store.path_of(session.folder, session.scale.name, cell)
     if path.exists():
         return Outcome(cell, "recorded")
@@ -89,7 +88,7 @@ def _one(cell: Cell, session: Session, longest: dict[str, float]) -> Outcome:
             return Outcome(cell, "recorded")
         if not session.train and session.scale.name != "quick":
             return Outcome(cell, "untrained", note=trained.command(cell))
-    if session.left <= longest.get(key(cell).partition("_")[0], 0.0):
+    if session.left <= took.get(key(cell).partition("_")[0], 0.0):
         return Outcome(cell, "no time")
     started = time.monotonic()
     try:

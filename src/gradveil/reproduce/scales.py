@@ -8,20 +8,19 @@ from .cells import AttackCell, CostCell, TrainingCell
 
 NAIVE = "masked='never', weighting='none', reapply='never'"  # the attacker most papers measure
 SMALL = ("lenet", "cnn6")
-# How tables call an attacker: (text for build, whether it is told the defense). {steps} is the scale's.
+# How tables call an attacker: (text for build, whether it is told the defense). The words in braces are the scale's.
 ATTACKERS = {
-    "ig": (f"inverting_gradients(steps={{steps}}, {NAIVE})", False),
-    "gi": (f"gi_paper(steps={{steps}}, {NAIVE})", False),
+    "ig": (f"inverting_gradients({{match}}, {NAIVE})", False),
+    "gi": (f"gi_paper({{match}}, {NAIVE})", False),
     "rob": ("imprint(bins={bins})", False),
     "rgap": ("rgap(masked=False)", False),
-    "ig+mask": ("inverting_gradients(steps={steps})", True),
-    "gi+mask": ("gi_paper(steps={steps})", True),
-    "ig+band": ("inverting_gradients(steps={steps}, band=0.05)", True),
-    "ig+chain": ("chained(inverting_gradients(steps={steps}))", True),
-    "ig+repeat": ("repeated_rounds(inverting_gradients(steps={steps}))", True),
+    "ig+mask": ("inverting_gradients({match})", True),
+    "gi+mask": ("gi_paper({match})", True),
+    "ig+band": ("inverting_gradients({match}, band=0.05)", True),
+    "ig+chain": ("chained(inverting_gradients({match}))", True),
     "rob+fit": ("imprint(bins={bins})", True),
     "rgap+mask": ("rgap(masked=True)", True),
-    "ggl": ("ggl", True),
+    "ggl": ("ggl({ggl})", True),
 }
 ADAPTED = {"ig": "ig+mask", "gi": "gi+mask", "rob": "rob+fit", "rgap": "rgap+mask"}
 # Defenses whose text is not their name. Attacks meet Outpost with its gate open: shut, it is no defense at all.
@@ -41,13 +40,14 @@ class Scale:
     pictures: int
     rgap_pictures: int
     rob_batches: int
-    steps: int
-    deep_steps: int
+    match: str  # settings of the matching attacks
+    ggl: str
     bins: int
     training: dict[str, Any]
     weights: dict[str, Any]  # settings of the training behind attacks on trained models
     epochs: tuple[int, ...]  # after which such a model is attacked
     cost: dict[str, int]
+    generator: dict[str, int] | None  # settings of a throw-away generator for GGL; None: the recorded one
 
     def attack(self, attack: str, defense: str, model: str = "resnet18", **fields: Any) -> AttackCell:
         """Return the cell of an attacker by its name in tables."""
@@ -62,7 +62,7 @@ class Scale:
         fields.setdefault("data", self.data)
         return AttackCell(
             attack=attack,
-            attack_text=text.format(steps=self.steps if model in SMALL else self.deep_steps, bins=self.bins),
+            attack_text=text.format(match=self.match, ggl=self.ggl, bins=self.bins),
             defense=defense,
             defense_text=fields.pop("defense_text", None) or attacked_text(defense, model),
             model=model,
@@ -74,9 +74,9 @@ class Scale:
 
     def train(self, defense: str, model: str = "resnet18", text: str | None = None, **fields: Any) -> TrainingCell:
         """Return the cell of a training run."""
-        small = model in SMALL
-        text = text or TEXTS.get(defense) or (SMALL_POLICY if defense == "ats" and small else defense)
-        chosen = {"model": self.stand_ins.get(model, model), "data": self.data, **self.training, **fields}
+        model = self.stand_ins.get(model, model)
+        text = text or TEXTS.get(defense) or (SMALL_POLICY if defense == "ats" and model in SMALL else defense)
+        chosen = {"model": model, "data": self.data, **self.training, **fields}
         return TrainingCell(defense, Settings(defense=text, **chosen))
 
     def price(self, defense: str, model: str) -> CostCell:
@@ -102,30 +102,32 @@ FULL = Scale(
     pictures=20,
     rgap_pictures=20,
     rob_batches=20,
-    steps=2500,
-    deep_steps=2500,
+    match="steps=2500",
+    ggl="",
     bins=200,
     training={"users": 10, "batch_size": 32, "epochs": 100},
     weights={"users": 10, "batch_size": 32},
     epochs=(1, 10, 100),
     cost={"users": 10, "batch_size": 32, "rounds": 3},
+    generator=None,
 )
 QUICK = Scale(
     name="quick",
     note="QUICK SCALE: small models, few pictures, few steps, hardly any training. It shows that the table runs; "
     "its figures are not results and do not compare with the paper's",
-    stand_ins={"resnet18": "lenet"},
+    stand_ins={"resnet18": "cnn6", "vgg11": "lenet"},
     data="photos",
     data100="photos",
     pictures=2,
     rgap_pictures=1,
     rob_batches=1,
-    steps=60,
-    deep_steps=2,
+    match="steps=100, lr=0.2, decay='cosine', tv=0.05",
+    ggl="steps=5, restarts=1, pool=4",
     bins=100,
     training={"users": 2, "batch_size": 16, "rounds": 6, "eval_every": 10**6, "checkpoint_every": 0, "data": "digits"},
     weights={"users": 2, "batch_size": 16, "augment": "none"},
     epochs=(1, 2),
     cost={"users": 2, "batch_size": 2, "rounds": 1},
+    generator={"steps": 5, "batch": 8, "latent": 16, "width": 16},
 )
 SCALES = {"full": FULL, "quick": QUICK}

@@ -1,5 +1,6 @@
 """Where results lie: one JSON file for each cell, and a strip of pictures beside it."""
 
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -53,11 +54,18 @@ def plain(value: Any) -> Any:
     return value
 
 
-def save_strip(path: Path, pictures: Tensor) -> None:
-    """Write pictures `[N, C, H, W]` in 0..1 side by side as WebP, twenty at most."""
+def strip_bytes(pictures: Tensor) -> bytes:
+    """Return pictures `[N, C, H, W]` in 0..1 side by side as WebP, twenty at most."""
     row = torch.cat(list(pictures[:STRIP].detach().cpu().nan_to_num(nan=0.5).clamp(0, 1)), dim=2)
-    levels = (row.expand(3, -1, -1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    levels = (row.expand(3, -1, -1) * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    handle = io.BytesIO()
+    Image.fromarray(levels).save(handle, "WEBP", quality=85)
+    return handle.getvalue()
+
+
+def save_strip(path: Path, pictures: Tensor) -> None:
+    """Write reconstructions as a strip, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(path.name + ".tmp")
-    Image.fromarray(levels).save(scratch, "WEBP", quality=85)
+    scratch.write_bytes(strip_bytes(pictures))
     scratch.replace(path)

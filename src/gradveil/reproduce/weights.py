@@ -2,7 +2,6 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,11 +10,12 @@ from ..errors import ConfigError
 from ..training import Settings, load_checkpoint
 from ..training.run import CHECKPOINT, run
 from .cells import AttackCell
+from .scales import Scale
 
 RUNS = Path("runs") / "reproduce"
 
 
-def trained_weights(cell: AttackCell, scale: Any, root: str | None, device: torch.device) -> Tensors:
+def trained_weights(cell: AttackCell, scale: Scale, root: str | None, device: torch.device) -> Tensors:
     """Return the undefended model's weights after the cell's epochs; every defense is attacked on the same ones.
 
     Training continues from the run of fewer epochs if there is one, and is found again by the next cell.

@@ -1,0 +1,55 @@
+"""`gradveil leaderboard`: check cards, make one from recorded results, render the page."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .. import record
+from ..errors import ConfigError
+from ..reproduce import board, cards
+from . import app, out
+
+group = typer.Typer(no_args_is_help=True, help="What each defense withstands: cards and the page made of them.")
+app.add_typer(group, name="leaderboard")
+
+Folder = Annotated[Path, typer.Option("--results", help="The folder of recorded results.")]
+
+
+@group.command()
+def check(files: Annotated[list[Path], typer.Argument(help="Cards.")]) -> None:
+    """Say what is wrong with cards; exit code 1 if anything is."""
+    bad = False
+    for path in files:
+        try:
+            wrong = cards.problems(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot read the card {path}: {error}") from error
+        bad |= bool(wrong)
+        out.print(f"{path}: {'valid' if not wrong else ''}", markup=False, highlight=False, soft_wrap=True)
+        for text in wrong:
+            out.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
+    if bad:
+        raise typer.Exit(1)
+
+
+@group.command()
+def card(
+    defense: Annotated[str, typer.Argument(help="A defense as the tables call it, such as dgp.")],
+    folder: Folder = Path("results"),
+) -> None:
+    """Make a defense's card from the recorded full-scale results: the worst adaptive attack of each kind."""
+    path = folder / "cards" / f"{defense}.json"
+    record.write_json(path, cards.make(defense, folder))
+    out.print(f"wrote {path}", markup=False, highlight=False)
+
+
+@group.command()
+def render(
+    folder: Folder = Path("results"),
+    page: Annotated[Path, typer.Option(help="The page.")] = Path("docs/leaderboard.md"),
+) -> None:
+    """Write docs/leaderboard.md from results/cards/."""
+    page.write_text(board.render(folder), encoding="utf-8")
+    out.print(f"wrote {page}", markup=False, highlight=False)

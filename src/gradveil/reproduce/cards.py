@@ -1,0 +1,206 @@
+"""Cards of the leaderboard: what a defense withstands, and what it costs, with the evidence named."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..attacks import ATTACKS
+from ..defenses import DEFENSES
+from ..errors import ConfigError
+from ..spec import build, to_text
+from . import store
+from .cells import AttackCell
+from .figures import figures_of, results_of
+from .scales import SCALES, Scale
+from .tables import Entry, entries
+
+SCHEMA = 1
+MODEL = "resnet18"  # the model of every card this repository makes
+THREATS = {
+    "first upload": "an honest but curious server that sees one client's first upload and knows the defense",
+    "later upload": "the same server some rounds later, with all earlier uploads; the residual holds other pictures",
+    "active": "a server that may also change the model it sends",
+}
+Fields = dict[str, tuple[type | tuple[type, ...], bool]]  # name -> (type, whether it must be there)
+NUMBER = (int, float)
+CARD: Fields = {
+    "schema": (int, True),
+    "defense": (str, True),
+    "text": (str, True),
+    "by": (str, True),
+    "date": (str, True),
+    "source": (str, True),
+    "setting": (dict, True),
+    "threats": (list, True),
+    "accuracy": (dict, False),
+    "bytes": (dict, True),
+}
+SETTING: Fields = {"model": (str, True), "data": (str, True), "batch_size": (int, True), "pictures": (int, True)}
+THREAT: Fields = {
+    "threat": (str, True),
+    "attack": (str, True),
+    "adaptive": (bool, True),
+    "ssim": (NUMBER, True),
+    "blind_ssim": (NUMBER, True),
+    "lpips": (NUMBER, False),
+    "n": (int, True),
+    "evidence": (str, True),
+}
+ACCURACY: Fields = {
+    "percent": (NUMBER, True),
+    "undefended_percent": (NUMBER, True),
+    "setting": (str, True),
+    "evidence": (str, True),
+}
+BYTES: Fields = {"up": (NUMBER, True), "dense": (NUMBER, True)}
+
+
+def problems(card: Any) -> list[str]:
+    """Return everything that is wrong with a card; an empty list means that it can be shown.
+
+    The card is data from somebody else: nothing it names is imported, and unknown fields are refused.
+    """
+    if not isinstance(card, dict):
+        return ["a card is a JSON object"]
+    found = _shape(card, CARD, "card")
+    for name, fields in (("setting", SETTING), ("accuracy", ACCURACY), ("bytes", BYTES)):
+        if isinstance(card.get(name), dict):
+            found += _shape(card[name], fields, name)
+    threats = card.get("threats")
+    for i, threat in enumerate(threats if isinstance(threats, list) else []):
+        found += _shape(threat, THREAT, f"threats[{i}]") if isinstance(threat, dict) else [f"threats[{i}]: an object"]
+    return found or _meaning(card)
+
+
+def _shape(value: Mapping[str, Any], fields: Fields, where: str) -> list[str]:
+    found = [f"{where}: unknown field {name!r}" for name in value if name not in fields]
+    for name, (kind, needed) in fields.items():
+        if name not in value:
+            found += [f"{where}: {name} is missing"] if needed else []
+        elif not isinstance(value[name], kind) or (isinstance(value[name], bool) and kind is not bool):
+            wanted = "number" if kind is NUMBER else kind.__name__  # type: ignore[union-attr]
+            found.append(f"{where}: {name} must be of type {wanted}")
+    return found
+
+
+def _meaning(card: Mapping[str, Any]) -> list[str]:
+    found = [] if card["schema"] == SCHEMA else [f"card: schema must be {SCHEMA}"]
+    found += _known_text(card["text"], DEFENSES, "defense")
+    for i, threat in enumerate(card["threats"]):
+        where = f"threats[{i}]"
+        if threat["threat"] not in THREATS:
+            found.append(f"{where}: threat must be one of {', '.join(THREATS)}")
+        found += [f"{where}: {text}" for text in _known_text(threat["attack"], ATTACKS, "attack")]
+        if not threat["adaptive"]:
+            found.append(f"{where}: only attackers who know the defense count; leave this one out")
+        found += [
+            f"{where}: {name} must lie in -1..1" for name in ("ssim", "blind_ssim") if not -1 <= threat[name] <= 1
+        ]
+        if threat["n"] < 1:
+            found.append(f"{where}: n must be at least 1")
+    if not any(threat["threat"] == "first upload" for threat in card["threats"]):
+        found.append("card: an adaptive attack on the first upload must be among the threats")
+    if min(card["bytes"].values()) <= 0:
+        found.append("bytes: must be above 0")
+    accuracy = card.get("accuracy")
+    if accuracy and not all(0 <= accuracy[name] <= 100 for name in ("percent", "undefended_percent")):
+        found.append("accuracy: percents must lie in 0..100")
+    return found
+
+
+def _known_text(text: str, table: Any, kind: str) -> list[str]:
+    """Check a text without importing anything: one with a colon names code elsewhere, which `source` must show."""
+    if ":" in text:
+        return []
+    try:
+        build(table, text, kind)
+    except ConfigError as error:
+        return [str(error)]
+    return []
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Return the card in a file, or raise `ConfigError` with everything that is wrong with it."""
+    try:
+        card = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the card {path}: {error}") from error
+    wrong = problems(card)
+    if wrong:
+        raise ConfigError(f"{path} is not a valid card: " + "; ".join(wrong))
+    checked: dict[str, Any] = card
+    return checked
+
+
+def make(defense: str, folder: Path, scale: str = "full") -> dict[str, Any]:
+    """Return the card of a defense from the recorded results: the worst of all adaptive attackers counts."""
+    lines = [e for e in entries("all", SCALES[scale]) if e.cell.defense == defense]
+    worst: dict[str, dict[str, Any]] = {}
+    first: dict[str, Any] | None = None
+    for entry in lines:
+        if not isinstance(entry.cell, AttackCell) or not _counts(entry.cell, SCALES[scale]):
+            continue
+        for result in results_of(folder, scale, entry):
+            threat = _threat(entry, result, scale)
+            first = first or result
+            if threat["ssim"] > worst.get(threat["threat"], {"ssim": -2.0})["ssim"]:
+                worst[threat["threat"]] = threat
+    if first is None:
+        raise ConfigError(
+            f"no adaptive attack on {defense} is recorded in {folder / scale}: run gradveil reproduce beyond"
+        )
+    cell = first["cell"]
+    card = {
+        "schema": SCHEMA,
+        "defense": defense,
+        "text": to_text(build(DEFENSES, cell["defense_text"], "defense")),
+        "by": "gradveil",
+        "date": first["date"],
+        "source": "this repository",
+        "setting": {name: cell[name] for name in SETTING},
+        "threats": [worst[name] for name in THREATS if name in worst],
+        "bytes": {"up": first["bytes_up"], "dense": first["bytes_dense"]},
+    }
+    accuracy = _accuracy(defense, folder, scale)
+    return store.plain(card | ({"accuracy": accuracy} if accuracy else {}))  # type: ignore[no-any-return]
+
+
+def _counts(cell: AttackCell, scale: Scale) -> bool:
+    """Say whether a cell belongs on a card: adaptive, on the common model, and the client's usual single step."""
+    usual = cell.labels == "given" and cell.local_steps == 1 and not (cell.epochs or cell.one_label)
+    common = cell.model == scale.stand_ins.get(MODEL, MODEL) and cell.data == scale.data
+    return cell.adaptive and usual and common
+
+
+def _threat(entry: Entry, result: dict[str, Any], scale: str) -> dict[str, Any]:
+    cell = result["cell"]
+    found = figures_of(entry, [result])
+    active = cell["attack"].startswith("rob")
+    return {
+        "threat": "active" if active else "later upload" if cell["rounds"] else "first upload",
+        "attack": cell["attack_text"],
+        "adaptive": True,
+        "ssim": found["plain_ssim"].mean,
+        "blind_ssim": found["blind"].mean,
+        **({"lpips": found["lpips"].mean} if "lpips" in found else {}),
+        "n": result["n"],
+        "evidence": f"results/{scale}/{entry.cell.stem}_seed{result['seed']}.json",
+    }
+
+
+def _accuracy(defense: str, folder: Path, scale: str) -> dict[str, Any] | None:
+    chosen = SCALES[scale].train(defense)
+    bare = SCALES[scale].train("none")
+    pair = [results_of(folder, scale, Entry("", "", cell)) for cell in (chosen, bare)]
+    if not all(pair):
+        return None
+    own, undefended = (sum(100 * r["accuracy"] for r in results) / len(results) for results in pair)
+    s = chosen.settings
+    setting = f"{s.model}, {s.data}, {s.rounds or s.epochs} {'rounds' if s.rounds else 'epochs'}, seeds {len(pair[0])}"
+    return {
+        "percent": own,
+        "undefended_percent": undefended,
+        "setting": setting,
+        "evidence": f"results/**/{chosen.stem}_seed*.json",
+    }

@@ -1,0 +1,130 @@
+"""Numbers for tables: means over pictures and seeds with their spread, and where they leave the paper's."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any
+
+from . import store, trained
+from .cells import AttackCell, CostCell, TrainingCell
+from .tables import Entry
+
+UNKNOWN = "no reason known yet."
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A mean, and how far it may be off.
+
+    `spread` is two standard errors over all pictures, or half the range of the seeds' means if that is wider. Without
+    either (one run, one value) it is 0.
+    """
+
+    mean: float
+    spread: float
+
+    def leaves(self, paper: float) -> bool:
+        """Say whether the paper's value lies outside the spread, beyond what its three digits can say."""
+        return abs(self.mean - paper) > max(self.spread, 0.0005 * max(1.0, abs(paper)))
+
+
+def results_of(folder: Path, scale: str, entry: Entry) -> list[dict[str, Any]]:
+    """Return the recorded results of a line, one for each seed."""
+    if isinstance(entry.cell, TrainingCell):
+        return trained.recorded(folder, entry.cell, scale)
+    return [r for r in store.of_all_seeds(folder, scale, entry.cell) if _of(r, entry.cell)]
+
+
+def _of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
+    """Say whether a result is of this cell as it is defined now, but for its seed."""
+    return all(result["cell"].get(name) == value for name, value in vars(cell).items() if name != "seed")
+
+
+def figures_of(entry: Entry, results: list[dict[str, Any]]) -> dict[str, Figure]:
+    """Return every figure of a line. `ssim` follows the paper's convention, `plain_ssim` the usual one."""
+    if not results:
+        return {}
+    match entry.cell:
+        case TrainingCell():
+            return {"accuracy": summarise([[100 * r["accuracy"]] for r in results])}
+        case CostCell():
+            seconds = [[r["defense_seconds"] * r["rounds_per_epoch"]] for r in results]
+            names = ("mib", "paper_mib", "defense_seconds", "encode_seconds")
+            return {name: summarise([[r[name]] for r in results]) for name in names} | {"seconds": summarise(seconds)}
+    cards = [r["transformed_scores"] if entry.transformed and r["transformed_scores"] else r["scores"] for r in results]
+    found = {
+        name: summarise([card[column] for card in cards])
+        for name, column in (("lpips", "lpips"), ("ssim", "paper_ssim"), ("plain_ssim", "ssim"))
+        if column in cards[0]
+    }
+    for name in ("psnr", "mse"):
+        found[name] = summarise([card[name] for card in cards])
+    found["max_ssim"] = summarise([[max(_known(card["paper_ssim"]))] for card in cards])
+    if "lpips" in cards[0]:
+        found["min_lpips"] = summarise([[min(_known(card["lpips"]))] for card in cards])
+    found["distance"] = summarise([r["distance"] for r in results])
+    found["blind"] = summarise([[max(card["ssim"] for card in r["floor"].values())] for r in results])
+    return found
+
+
+def summarise(per_seed: list[list[float]]) -> Figure:
+    """Return the mean over all values and the spread of it.
+
+    >>> summarise([[1.0, 3.0], [2.0, 2.0]])
+    Figure(mean=2.0, spread=0.7071067811865476)
+    """
+    groups = [_known(values) for values in per_seed]
+    values = [v for group in groups for v in group]
+    means = [fmean(group) for group in groups]
+    error = 2 * pstdev(values) / math.sqrt(len(values))
+    return Figure(fmean(values), max(error, (max(means) - min(means)) / 2))
+
+
+def _known(values: Sequence[float | None]) -> list[float]:
+    return [v for v in values if v is not None] or [math.nan]
+
+
+def deviations(entry: Entry, found: dict[str, Figure]) -> list[str]:
+    """Return a sentence for each figure that leaves the paper's by more than its spread."""
+    said = []
+    for name, paper in entry.paper.items():
+        if name in found and found[name].leaves(paper):
+            what = {"lpips": "LPIPS", "ssim": "SSIM", "mib": "MiB"}.get(name, name.replace("_", " "))
+            numbers = f"{what} {shown(found[name].mean)} against {shown(paper)}"
+            said.append(f"{entry.label}: {numbers}: {reason(entry, name)}")
+    return said
+
+
+def reason(entry: Entry, metric: str) -> str:
+    """Return why a figure differs from the paper's, as far as it is known."""
+    for known in reasons():
+        if fnmatch(entry.cell.stem, known["cells"]) and fnmatch(metric, known["metric"]):
+            return str(known["reason"])
+    return UNKNOWN
+
+
+@cache
+def reasons() -> list[dict[str, str]]:
+    """Return the known reasons; of those that match a cell the first counts."""
+    text = resources.files("gradveil").joinpath("reproduce/reasons.json").read_text(encoding="utf-8")
+    loaded: list[dict[str, str]] = json.loads(text)
+    return loaded
+
+
+def shown(value: float, digits: int = 3) -> str:
+    """Return a number as tables show it; tiny ones keep their size.
+
+    >>> shown(0.31649), shown(7.43e-15), shown(float("nan"))
+    ('0.316', '7e-15', '–')
+    """
+    if not math.isfinite(value):
+        return "–"
+    if value and abs(value) < 0.5 * 10**-digits:
+        return f"{value:.0e}"
+    return f"{value:.{digits}f}"

@@ -1,0 +1,97 @@
+"""A page that shows reconstructions beside the originals, from the reader's own copy of the data."""
+
+import base64
+import io
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from .. import data as datasets
+from ..data import Dataset
+from .cells import AttackCell, TrainingCell, key
+from .figures import figures_of, results_of, shown
+from .scales import Scale
+from .store import STRIP, strip_bytes
+from .tables import Entry, entries
+
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;
+height:48px;display:block;max-width:100%}}img.plot{{height:auto}}td{{padding:.2em .8em .2em 0;vertical-align:middle}}
+p.note{{background:#fff3cd;padding:.5em}}</style></head><body><h1>{title}</h1><p class="note">{note}.</p>{body}
+</body></html>"""
+
+
+def page(name: str, scale: Scale, folder: Path, root: str | None) -> str:
+    """Return the page of a table as HTML that needs nothing else."""
+    loaded: dict[str, Dataset] = {}
+    parts: dict[str, list[str]] = {}
+    lines = entries(name, scale)
+    for entry in lines:
+        results = results_of(folder, scale.name, entry)
+        if results and isinstance(entry.cell, AttackCell):
+            path = folder / scale.name / f"{key(entry.cell)}.webp"
+            if path.exists():
+                parts.setdefault(entry.part, []).append(_row(entry, results, path, loaded, root))
+    body = "".join(f"<h2>{escape(part)}</h2><table>{''.join(rows)}</table>" for part, rows in parts.items())
+    body += _scatter(lines, folder, scale) + _curves(lines, folder, scale)
+    return PAGE.format(title=escape(f"{name}, {scale.name} scale"), note=escape(scale.note), body=body)
+
+
+def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[str, Dataset], root: str | None) -> str:
+    data = str(results[0]["cell"]["data"])
+    if data not in loaded:
+        loaded[data] = datasets.load(data, split="test", root=root)
+    originals = strip_bytes(loaded[data].pixels(results[0]["victims"][:STRIP]))
+    found = figures_of(entry, results)
+    scores = ", ".join(
+        f"{title} {shown(found[name].mean)}"
+        for name, title in (("plain_ssim", "SSIM"), ("lpips", "LPIPS"))
+        if name in found
+    )
+    pictures = "".join(
+        f'<img alt="{alt}" src="data:image/webp;base64,{base64.b64encode(raw).decode()}">'
+        for alt, raw in (("originals", originals), ("reconstructions", path.read_bytes()))
+    )
+    return f"<tr><td>{escape(entry.label)}<br><small>{escape(scores)}</small></td><td>{pictures}</td></tr>"
+
+
+def _scatter(lines: list[Entry], folder: Path, scale: Scale) -> str:
+    """Return the plot of every score against the relative gradient distance, where a table asks for it."""
+    points = [figures_of(e, results_of(folder, scale.name, e)) for e in lines if e.part.startswith("Relative")]
+    points = [p for p in points if p]
+    if not points:
+        return ""
+    from matplotlib.figure import Figure
+
+    plot = Figure(figsize=(11, 3), layout="constrained")
+    names = [n for n in ("psnr", "mse", "plain_ssim", "lpips") if n in points[0]]
+    for axis, name in zip(plot.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        axis.scatter([p["distance"].mean for p in points], [p[name].mean for p in points])
+        axis.set(xlabel="relative gradient distance", ylabel=name.removeprefix("plain_"))
+    return f"<h2>Distance against scores</h2>{_image(plot)}"
+
+
+def _curves(lines: list[Entry], folder: Path, scale: Scale) -> str:
+    """Return the accuracy curves of the table's training runs, one plot for each model."""
+    runs: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
+    for entry in lines:
+        if isinstance(entry.cell, TrainingCell):
+            for result in results_of(folder, scale.name, entry)[:1]:
+                runs.setdefault(entry.cell.settings.model, []).append((entry.label, result["curve"]))
+    if not runs:
+        return ""
+    from matplotlib.figure import Figure
+
+    plot = Figure(figsize=(11, 3.5), layout="constrained")
+    for axis, (model, curves) in zip(plot.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
+        for label, curve in curves:
+            axis.plot([p["epoch"] for p in curve], [100 * p["accuracy"] for p in curve], marker=".", label=label)
+        axis.set(title=model, xlabel="epoch", ylabel="test accuracy, %")
+        axis.legend(fontsize="x-small")
+    return f"<h2>Accuracy</h2>{_image(plot)}"
+
+
+def _image(plot: Any) -> str:
+    handle = io.BytesIO()
+    plot.savefig(handle, format="png", dpi=110)
+    return f'<img class="plot" alt="plot" src="data:image/png;base64,{base64.b64encode(handle.getvalue()).decode()}">'
