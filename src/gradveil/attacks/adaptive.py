@@ -50,11 +50,17 @@ def flat(grads: Grads) -> Tensor:
     return torch.cat([g.flatten() for g in grads.values()])
 
 
+def shaped(vector: Tensor, like: Grads) -> Grads:
+    """Return the tensors that `flat` put into one vector."""
+    parts = vector.split([g.numel() for g in like.values()])
+    return {name: part.view(g.shape) for (name, g), part in zip(like.items(), parts, strict=True)}
+
+
 class Imitation:
     """The attacker's copy of the client's defense, in its first round, run on gradients of the attacker's own."""
 
     def __init__(self, seen: Observation, defense: Defense) -> None:
-        self.defense, self.shapes = defense, {name: g.shape for name, g in seen.grads.items()}
+        self.defense, self.like = defense, seen.grads
         self.model = copy.deepcopy(seen.model)
         self.examples = seen.num_examples
         device, rng = device_of(seen), torch.Generator().manual_seed(0)
@@ -65,8 +71,7 @@ class Imitation:
 
     def __call__(self, own: Tensor, seed: int = 0) -> Tensor:
         """Return what the defense makes of one flat gradient; raises `GradveilError` where it needs the client."""
-        parts = own.split([shape.numel() for shape in self.shapes.values()])
-        grads = {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
+        grads = shaped(own, self.like)
         if "per_example" in self.defense.needs:
             grads = {name: g.expand(self.examples, *g.shape) for name, g in grads.items()}
         rng = torch.Generator(own.device).manual_seed(seed)

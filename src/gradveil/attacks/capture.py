@@ -1,7 +1,8 @@
-"""Recording a step as a CUDA graph: thousands of tiny kernels launched as one."""
+"""On a GPU: recording a step as a graph, so that thousands of tiny kernels are launched as one, in full precision."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -9,6 +10,18 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 WARM_UPS = 3  # steps before recording, so that libraries have chosen their kernels and workspaces
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Compute in true float32: TF32 keeps ten bits of a gradient, and an attack lives on the others."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def captured(step: Callable[[], None], buffers: Sequence[Tensor]) -> Callable[[], None]:

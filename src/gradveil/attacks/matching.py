@@ -46,14 +46,14 @@ class GradientMatching(Attack):
         lr: Learning rate.
         steps: Number of steps at most.
         decay: "step" (a tenth after 3/8, 5/8, 7/8 of the steps), "cosine" with a short warm-up, or "none".
-        tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others, and more the
-            more noise the defense adds.
+        tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others.
         restarts: Candidates per upload, attacked together.
         box: Keep pixels within 0..1.
         init: "normal" in model-input space, or "uniform" in pixel space.
         labels: "infer" them from the classifier unless granted; "joint" optimises them even so.
         masked: Compare only what was sent: "auto" where the defense prunes, "always", or "never".
-        weighting: "auto" trusts a tensor by its share of signal where the defense is noisy; "none".
+        weighting: "auto" trusts tensors by the noise the defense adds to them, and smooths the more, the more noise
+            there is; "none".
         reapply: Put the candidate's gradient through the defense as well: "auto" where that rounds or clips, "always",
             or "never".
         band: Weight of the penalty on unsent entries that lie inside the sent band.
@@ -153,12 +153,13 @@ class GradientMatching(Attack):
 
     def smoothing(self, seen: Observation, target: Target) -> float:
         """Return the weight of the total variation for this upload."""
-        if self.tv is not None:
-            return self.tv
+        base = (1e-4 if has_batchnorm(seen.model) else 1e-2) if self.tv is None else self.tv
+        if self.weighting == "none":
+            return base
         # The more noise there is in each equation, and the fewer equations for a pixel, the more the prior must say.
         compared = target.sent.numel() if target.weight is None else int(target.weight.count_nonzero())
         unknown = seen.num_examples * math.prod(seen.input_shape)
-        return (1e-4 if has_batchnorm(seen.model) else 1e-2) + NOISY * target.noise * unknown / max(compared, 1)
+        return base + NOISY * target.noise * unknown / max(compared, 1)
 
     def _candidates(self, seen: Observation) -> int:
         if self.chunk is not None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import progress
-from .capture import captured
+from .capture import captured, full_precision
 from .lbfgs import RowLbfgs
 
 # variables, share of the steps done (0-d) -> what is minimised [N], the matching loss inside it [N]
@@ -83,6 +83,13 @@ class Adam:
             if self.box is not None:
                 self.variables[0].copy_(torch.clamp(self.variables[0], *self.box))
 
+    def prepare(self, step: int, rngs: Sequence[torch.Generator]) -> None:
+        """Set what a step takes from outside: its rate and its noise."""
+        self.lr.fill_(rate(step, self.how))
+        if self.how.langevin:
+            drawn = [torch.randn(v.shape, generator=r, device=r.device) for v, r in zip(self.noise, rngs, strict=True)]
+            self.noise.copy_(torch.stack(drawn))
+
     def _update(self, slope: Tensor, v: Tensor, first: Tensor, second: Tensor) -> None:
         first.lerp_(slope, 1 - BETAS[0])
         second.mul_(BETAS[1]).addcmul_(slope, slope, value=1 - BETAS[1])
@@ -102,30 +109,34 @@ def minimise(
 
     Rows never influence each other unless `cost` makes them. `rngs` (one per row) feed the Langevin noise only.
     """
-    rows = RowLbfgs(cost, start, how.lr, how.steps) if how.optimizer == "lbfgs" else Adam(cost, start, box, how)
-    advance = captured(rows, rows.buffers) if isinstance(rows, Adam) and start[0].is_cuda else rows
+    with full_precision():
+        rows: Adam | RowLbfgs
+        if how.optimizer == "lbfgs":
+            rows = RowLbfgs(cost, start, how.lr, how.steps)
+            done = _descend(rows, rows, how, ())
+        else:
+            rows = Adam(cost, start, box, how)
+            done = _descend(rows, captured(rows, rows.buffers) if start[0].is_cuda else rows, how, rngs)
+        with torch.no_grad():
+            _, losses = cost(rows.variables, torch.ones((), device=start[0].device))
+    return rows.variables, torch.where(losses.isfinite(), losses, torch.inf), done
+
+
+def _descend(rows: Adam | RowLbfgs, advance: Callable[[], None], how: Descent, rngs: Sequence[torch.Generator]) -> int:
+    """Take all steps, or stop where nothing is left to do; return how many were taken."""
     first = None
-    done = 0
-    while done < how.steps:
+    for done in range(1, how.steps + 1):
         if isinstance(rows, Adam):
-            rows.lr.fill_(rate(done, how))
-            if how.langevin:
-                drawn = [
-                    torch.randn(v.shape, generator=r, device=r.device) for v, r in zip(start[0], rngs, strict=True)
-                ]
-                rows.noise.copy_(torch.stack([d.to(start[0].device) for d in drawn]))
+            rows.prepare(done - 1, rngs)
         advance()
-        done += 1
-        first = rows.losses.clone() if first is None else first
         if progress.due(done, how.steps):
             progress.tell(done, how.steps, rows.losses, rows.variables[0])
         if isinstance(rows, RowLbfgs):
+            first = rows.losses.clone() if first is None else first
             rows.give_up((rows.losses > DIVERGED * first) | ~rows.losses.isfinite())
         if done % LOOK_EVERY == 0 and _finished(rows, how):
-            break
-    with torch.no_grad():
-        _, losses = cost(rows.variables, torch.ones((), device=start[0].device))
-    return rows.variables, torch.where(losses.isfinite(), losses, torch.inf), done
+            return done
+    return how.steps
 
 
 def _finished(rows: Adam | RowLbfgs, how: Descent) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
 from ..errors import NeedError
 from ..gradients import parameters
-from .adaptive import Target, flat, forgets
+from .adaptive import Target, flat, forgets, shaped
 from .matching import GradientMatching
 from .simulate import simulator
 from .space import alike
@@ -54,7 +54,10 @@ class RepeatedRounds(Attack):
         return self.run_many([seen], [rng])[0]
 
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
-        return self.inner.run_at(seen, [self.target(one) for one in seen], rngs)
+        targets = [self.target(one) for one in seen]
+        # Labels are read off the sum as well, not off the last upload.
+        summed = [replace(one, grads=shaped(t.sent, one.grads)) for one, t in zip(seen, targets, strict=True)]
+        return self.inner.run_at(summed, targets, rngs)
 
     def target(self, seen: Observation) -> Target:
         """Return the gradient that the rounds with these weights add up to, and where it is known."""
