@@ -12,28 +12,19 @@ Reference: Zhu and Blaschko, "R-GAP: Recursive Gradient Attack on Privacy".
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.grad import conv2d_input
 
 from ..core import Attack, Observation, Reconstruction
 from ..errors import NeedError
 from .lowrank import complete
 from .space import box
+from .stages import Stage, apply, conv_transpose, features_of, output_shape, solve
 
 MU_TOP = 1.2784645427610738  # where -mu / (1 + exp(mu)) is least
-
-
-class Stage(NamedTuple):
-    """One convolution of the chain, with the slope of the LeakyReLU behind it and the shape of its input."""
-
-    name: str
-    conv: nn.Conv2d
-    slope: float
-    takes: tuple[int, ...]
 
 
 class Found(NamedTuple):
@@ -106,99 +97,6 @@ def fill_by_sum(gradient: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
     lacking = (known.sum(0) == len(gradient) - 1)[None] & ~known
     filled = torch.where(lacking, -(gradient * known).sum(0, keepdim=True), gradient)
     return filled, known | lacking
-
-
-def solve(
-    stage: Stage, after: Tensor, known: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
-) -> tuple[Tensor, float]:
-    """Return the input `[1, C, H, W]` that fits the layer's equations best, and their relative misfit.
-
-    Weight equations count where the output is `known`, gradient equations where the entry was `sent`, and only once
-    all outputs are known, because each of them involves every position.
-    """
-    z = torch.where(after >= 0, after, after / stage.slope)
-    slopes = torch.where(after >= 0, 1.0, stage.slope).to(z.dtype)
-    kernel = gradient_kernel(stage, pull * slopes)  # [F * k * k, H * W], the same for every input channel
-    rows = gradient.movedim(1, 0).flatten(1)  # [C, F * k * k]
-    used = sent.movedim(1, 0).flatten(1).to(z.dtype) * float(known.all())
-    weight = known.to(z.dtype)
-    normal = weight_normal(stage, weight)
-    blocks = torch.einsum("rp,cr,rq->cpq", kernel, used, kernel)
-    balance = normal.diagonal().mean() / blocks.diagonal(dim1=1, dim2=2).mean().clamp_min(1e-300)
-    pixels = kernel.shape[1]
-    for channel, block in enumerate(blocks):
-        part = slice(channel * pixels, (channel + 1) * pixels)
-        normal[part, part] += balance * block
-    normal.diagonal().mul_(1 + 1e-14)
-    factor, _ = torch.linalg.cholesky_ex(normal)
-
-    def pulled(miss_z: Tensor, miss_g: Tensor) -> Tensor:
-        return conv_transpose(stage, weight * miss_z).flatten() + balance * ((used * miss_g) @ kernel).flatten()
-
-    x = z.new_zeros(1, *stage.takes)
-    for _ in range(3):  # iterative refinement: the normal equations square the condition number
-        miss_z, miss_g = z - apply(stage, x), rows - x.view(len(rows), -1) @ kernel.T
-        x = x + torch.cholesky_solve(pulled(miss_z, miss_g)[:, None], factor).view_as(x)
-    miss_z, miss_g = weight * (z - apply(stage, x)), used * (rows - x.view(len(rows), -1) @ kernel.T)
-    total = (weight * z).square().sum() + balance * (used * rows).square().sum()
-    return x, float((miss_z.square().sum() + balance * miss_g.square().sum()) / total.clamp_min(1e-300)) ** 0.5
-
-
-def weight_normal(stage: Stage, weight: Tensor) -> Tensor:
-    """Return the dense matrix of the weighted equations `W x = z` in normal form, `[n, n]` for n inputs.
-
-    Built patch by patch: each output position adds one small block, the same for all where every weight is 1.
-    """
-    conv, count = stage.conv, math.prod(stage.takes)
-    filters = conv.weight.detach().to(weight.dtype).flatten(1)
-    numbered = torch.arange(1, count + 1, dtype=torch.float64, device=weight.device).view(1, *stage.takes)
-    padding = cast(tuple[int, ...], conv.padding)  # `chain` refuses the named kinds
-    patches = F.unfold(numbered, conv.kernel_size, 1, padding, conv.stride)[0].long() - 1  # [C * k * k, positions]
-    out = weight.new_zeros(count, count)
-    whole, uniform = filters.T @ filters, bool((weight == 1).all())
-    for position, mask in zip(patches.T, weight[0].flatten(1).T, strict=True):
-        block = whole if uniform else filters.T @ (mask[:, None] * filters)
-        inside = position >= 0
-        index = position[inside]
-        out[index[:, None], index[None]] += block[inside][:, inside]
-    return out
-
-
-def gradient_kernel(stage: Stage, pull: Tensor) -> Tensor:
-    """Return the matrix that maps one input channel to its weight gradients, `[F * k * k, H * W]`."""
-    height, width = stage.takes[1:]
-    unit = torch.eye(height * width, dtype=pull.dtype, device=pull.device).view(-1, 1, height, width)
-    conv = stage.conv
-    seen = F.conv2d(unit, pull[0][:, None], padding=conv.padding, dilation=conv.stride)
-    rows, columns = conv.kernel_size[0], conv.kernel_size[1]
-    return seen[:, :, :rows, :columns].flatten(1).T.contiguous()
-
-
-def apply(stage: Stage, x: Tensor) -> Tensor:
-    """Return the convolution of `x`, in its precision."""
-    conv = stage.conv
-    return F.conv2d(x, conv.weight.detach().to(x.dtype), None, conv.stride, conv.padding)
-
-
-def conv_transpose(stage: Stage, y: Tensor) -> Tensor:
-    """Return the transposed convolution: the gradient at the input for the gradient `y` at the output."""
-    conv = stage.conv
-    size = (len(y), *stage.takes)
-    back: Tensor = conv2d_input(size, conv.weight.detach().to(y.dtype), y, conv.stride, conv.padding)
-    return back
-
-
-def features_of(stages: list[Stage], x: Tensor) -> Tensor:
-    """Return what the classifier receives for the input `x`."""
-    for stage in stages:
-        x = F.leaky_relu(apply(stage, x), stage.slope)
-    return x
-
-
-def output_shape(stage: Stage) -> tuple[int, ...]:
-    """Return the shape of one output of a stage, with a leading 1."""
-    like = stage.conv.weight
-    return tuple(apply(stage, torch.zeros(1, *stage.takes, dtype=like.dtype, device=like.device)).shape)
 
 
 def signs(factor: Tensor) -> tuple[float, ...]:

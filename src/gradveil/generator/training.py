@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.parametrizations import spectral_norm
 
 from .. import check, tree
 from ..core import Tensors
 from ..data import Dataset
 from ..errors import StateError
-from .network import EMBEDDING, Generator
+from .helpers import Discriminator, Encoder
+from .network import Generator
 
 SAVE_EVERY = 1000  # steps between two checkpoints
 SHIFT = 4  # pixels of 32 by which the discriminator's view is moved
@@ -83,57 +83,6 @@ def train_generator(
         if path is not None:
             trainer.save(path)
     return trainer.kept.cpu().eval()
-
-
-def tower(channels: int, width: int, normalised: bool) -> nn.Sequential:
-    """Return convolutions that halve the side three times, from pictures to `4 * width` channels."""
-    layers: list[nn.Module] = []
-    wide_in = channels
-    for wide in (width, 2 * width, 4 * width):
-        for size, stride in ((3, 1), (4, 2)):
-            conv = nn.Conv2d(wide_in, wide, size, stride, padding=1)
-            layers += [spectral_norm(conv) if normalised else conv, nn.LeakyReLU(0.2)]
-            wide_in = wide
-    return nn.Sequential(*layers)
-
-
-def tower_width(like: Generator) -> int:
-    """Return the width of a tower that has about as much to compute as the generator."""
-    return 2 * like.width // 3
-
-
-class Encoder(nn.Module):
-    """Gives mean and log-variance of the latent of a picture."""
-
-    def __init__(self, like: Generator) -> None:
-        super().__init__()
-        (channels, side, _), width = like.shape, tower_width(like)
-        self.tower = tower(channels, width, normalised=False)
-        self.embed = nn.Embedding(like.num_classes, EMBEDDING)
-        self.head = nn.Linear(4 * width * (side // 8) ** 2 + EMBEDDING, 2 * like.latent)
-
-    def forward(self, pictures: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-        """Return two `[N, latent]`."""
-        features = torch.cat([self.tower(2 * pictures - 1).flatten(1), self.embed(label)], 1)
-        mean, log_var = self.head(features).float().chunk(2, 1)
-        return mean, log_var.clamp(-8, 4)
-
-
-class Discriminator(nn.Module):
-    """Gives a score, high for pictures that look real for their class."""
-
-    def __init__(self, like: Generator) -> None:
-        super().__init__()
-        width = tower_width(like)
-        self.tower = tower(like.shape[0], width, normalised=True)
-        self.embed = spectral_norm(nn.Embedding(like.num_classes, 4 * width))
-        self.head = spectral_norm(nn.Linear(4 * width, 1))
-
-    def forward(self, pictures: Tensor, label: Tensor) -> Tensor:
-        """Return `[N]`."""
-        features = self.tower(2 * pictures - 1).sum((2, 3))
-        score: Tensor = (self.head(features)[:, 0] + (features * self.embed(label)).sum(1)).float()
-        return score
 
 
 class Trainer:
@@ -204,7 +153,9 @@ class Trainer:
         moves = torch.randint(-reach, reach + 1, (count, 2), generator=self.rng, device=self.device)
         theta[:, :, 2] = 2 * moves / side
         grid = F.affine_grid(theta, list(pictures.shape), align_corners=False)
-        return F.grid_sample((pictures + light).float(), grid, mode="nearest", align_corners=False)
+        return F.grid_sample(
+            (pictures + light).float(), grid, mode="nearest", padding_mode="reflection", align_corners=False
+        )
 
     def _descend(self, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
         optimizer.zero_grad(set_to_none=True)
