@@ -1,20 +1,46 @@
 """The client's own look at the model it was sent, before any gradient is computed on it.
 
-A malicious server can put a layer into the model, or set the weights of an existing one, so that single pictures come
-out of the gradient whole. Two looks catch that: the structure must be the one the user defined, and no layer may have
-weights that only serve to sort pictures into bins. `tests/test_guard.py` holds the attacks it must catch and the
-models it must let pass.
+A malicious server can put a layer into the model, or write weights into an existing one, so that single pictures come
+out of the gradient whole. The guard asks four questions:
+
+- Is this the structure the user defined, or saw first? (`fingerprint`)
+- Would a layer sort pictures into bins? Two rows whose measurements of a natural picture agree to within the gap of
+  their thresholds are nested: whatever excites the one excites the other, and the difference of their gradients shows
+  what lies between. An imprint consists of such rows; in an honest layer, fresh or trained, they do not occur.
+- Do the units of the first layer fire for few pictures, if any? (trap weights, dead rows)
+- Did a layer become another one since the last round?
+
+`docs/guard.md` holds the measured rates and what slips through.
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from . import check
-from .errors import GuardError
+from .core import Tensors
+from .errors import GuardError, StateError
 
-SAMPLED_ROWS = 512  # rows looked at per layer: a planted layer needs many, and the cost grows with the square
+ROWS = 64  # rows compared in one layer, drawn anew each round so that a server cannot place pairs apart
+FEWEST_ROWS = 16  # a layer with fewer cannot sort a batch, and too few pairs would make the shares chance
+FEWEST_COLUMNS = 16
+WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture rather than an edge
+BAND = 8  # lowest frequencies each way: nine tenths of what natural pictures consist of
+SOME = 32  # rows enough to tell how large a column is
+DIMS = 96  # of a row's sketch
+COLOUR = 0.3  # how much a picture's channels differ from their mean, against that mean
+ALIKE = 0.5  # correlation below which two rows measure different things
+NESTED = 0.5  # thresholds so far apart, against the spread of the difference, nest the rows
+RARE = 0.5  # a threshold so many spreads off the centre: a unit fires for under a third of the pictures or over two
+UNNORMALISED = 1.9  # mean over spread of pixels in 0..1
+SAME = 1e-6  # relative change below which the model is the one of the last round
+SKETCH = 64  # numbers kept of each weight matrix from round to round, of as many entries each
 
 
 @dataclass(frozen=True)
@@ -29,119 +55,307 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a client remembers of the last model it accepted: its structure and a few numbers of every weight."""
+
+    structure: tuple[str, ...]
+    seed: int  # settles which entries the sketch reads
+    sketches: Tensor  # [weight matrices, SKETCH]
+    repeats: int = 0  # how often in a row the same weights came again
+
+    def state_dict(self) -> Tensors:
+        """Return this memory as tensors."""
+        text = torch.frombuffer(bytearray("\n".join(self.structure).encode()), dtype=torch.uint8)
+        numbers = torch.tensor([self.seed, self.repeats])
+        return {"structure": text, "numbers": numbers, "sketches": self.sketches}
+
+    @classmethod
+    def from_state_dict(cls, saved: Mapping[str, Tensor]) -> Self:
+        """Rebuild the memory; raises `StateError` if it is none."""
+        if saved.keys() != {"structure", "numbers", "sketches"}:
+            raise StateError("the guard's memory is incomplete: restore the state file, or delete its guard entries")
+        seed, repeats = saved["numbers"].tolist()
+        text = bytes(saved["structure"].tolist()).decode()
+        return cls(tuple(text.split("\n")), seed, saved["sketches"].cpu(), repeats)
+
+
+@dataclass(frozen=True)
 class Guard:
     """Refuses a manipulated model.
 
-    `pinned` is `fingerprint(model)` of the user's own definition; None pins nothing and leaves the look at the
-    weights. Guarantees: a model with other modules, shapes or hyperparameters than the pinned one is refused. Does
-    not guarantee that every malicious weight is found: a careful server can hide a weaker trap, which is why the
-    defense behind the guard must hold as well.
+    Guarantees: a model with other modules, shapes or hyperparameters than the pinned one is refused. Does not
+    guarantee that every malicious weight is found, nor anything about a server whose code the client runs: a weaker
+    trap can hide, which is why the defense behind the guard must hold as well.
+
+    Args:
+        pinned: `fingerprint` of the user's own model, see `pin`; None pins what arrives first.
+        sorting: share of a layer's rows that may be nested in another row.
+        traps: share of the first layer's units that may fire for few pictures only.
+        gain: largest outgoing weight over the middle one.
+        jump: largest relative change of a weight matrix between two rounds; None for a client that joins rarely.
+        repeats: how often the same weights may come again; None: as often as the server likes.
+
+    >>> Guard.pin(nn.Linear(2, 3)).admit(nn.Linear(2, 4))
+    Traceback (most recent call last):
+    ...
+    gradveil.errors.GuardError: the model is not the one you defined (it adds ': Linear(in_features=2, out_features=4, \
+bias=True)'): no gradient is computed on it
     """
 
     pinned: tuple[str, ...] | None = None
-    repeated: float = 0.05  # share of rows parallel to another row
-    dead: float = 0.25  # share of rows that no input can make fire
-    gain: float = 100.0  # largest row or column norm over the median one
+    sorting: float = 0.1
+    traps: float = 0.25
+    gain: float = 100.0
+    jump: float | None = 0.75
+    repeats: int | None = None
 
     def __post_init__(self) -> None:
-        check.fraction(repeated=self.repeated, dead=self.dead)
-        check.positive(gain=self.gain)
+        check.fraction(sorting=self.sorting, traps=self.traps)
+        check.positive(gain=self.gain, **({} if self.jump is None else {"jump": self.jump}))
+        if self.repeats is not None:
+            check.at_least(0, repeats=self.repeats)
 
-    def check(self, model: nn.Module) -> None:
-        """Raise `GuardError` if the model must not be given a gradient."""
-        if self.pinned is not None:
-            require_structure(model, self.pinned)
-        findings = self.inspect(model)
+    @classmethod
+    def pin(cls, model: nn.Module, **limits: Any) -> Self:
+        """Return a guard that accepts models of exactly this structure; build the model from your own code."""
+        return cls(pinned=fingerprint(model), **limits)
+
+    def admit(
+        self,
+        model: nn.Module | Tensors,
+        seen: Seen | None = None,
+        *,
+        input_shape: tuple[int, ...] | None = None,
+        rng: torch.Generator | None = None,
+    ) -> Seen:
+        """Return what to remember of this model, or raise `GuardError` if it must not be given a gradient."""
+        structure = fingerprint(model)
+        pinned = self.pinned or (seen.structure if seen else structure)
+        if structure != pinned:
+            raise GuardError(
+                f"the model is not the one you defined ({_difference(structure, pinned)}): "
+                "no gradient is computed on it"
+            )
+        rng = rng or torch.Generator().manual_seed(0)
+        findings = self.inspect(model, input_shape=input_shape, rng=rng)
+        seed = seen.seed if seen else int(torch.randint(2**62, (), generator=rng, device=rng.device))
+        now = Seen(structure, seed, _sketches(_matrices(model), seed))
+        if seen:
+            now, later = self._compare(seen, now, list(_matrices(model)))
+            findings += later
         if findings:
             raise GuardError(
                 "the model looks manipulated, no gradient is computed on it: "
                 + "; ".join(map(str, findings[:3]))
-                + ". If this is your own design, pass guard=None to Veil"
+                + ". If you know why, loosen the limit in Guard(...), or pass guard=None to Veil"
             )
-
-    def inspect(self, model: nn.Module) -> list[Finding]:
-        """Return what looks planted in the weights, layer by layer."""
-        found = []
-        first = True
-        for name, module in model.named_modules():
-            if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
-                reason = self._reason(module, first)
-                first = False
-                if reason:
-                    found.append(Finding(name or type(module).__name__, reason))
-        return found
+        return now
 
     @torch.no_grad()
-    def _reason(self, module: nn.Module, first: bool) -> str | None:
-        weight, bias = module.weight, module.bias
-        assert isinstance(weight, Tensor)
-        rows = weight.detach().flatten(1).float()
-        if rows.shape[0] < 8 or rows.shape[1] < 8:
-            return None  # too small to sort pictures, and too small to judge
-        parallel = _parallel_share(rows)
-        if parallel > self.repeated:
-            return f"{parallel:.0%} of its rows are copies of one another up to a factor (an imprint)"
-        for word, norms in (("row", rows.norm(dim=1)), ("column", rows.norm(dim=0))):
-            middle = float(norms.median())
-            if middle > 0 and float(norms.max()) > self.gain * middle:
-                return f"one {word} is {float(norms.max()) / middle:.0f} times as large as the median one (a decoy)"
-        if isinstance(bias, Tensor):
-            # No input within four standard deviations can lift such a row above zero.
-            dead = float((bias.detach().float() < -4 * rows.abs().sum(1)).float().mean())
-            if dead > self.dead:
-                return f"{dead:.0%} of its rows can never fire"
-        if first and isinstance(module, nn.Linear) and _is_trap(rows):
-            return "the negative half of every row mirrors the positive half (trap weights)"
+    def inspect(
+        self,
+        model: nn.Module | Tensors,
+        *,
+        input_shape: tuple[int, ...] | None = None,
+        rng: torch.Generator | None = None,
+    ) -> list[Finding]:
+        """Return what looks planted in the weights, layer by layer.
+
+        `input_shape` of one example says which layers see the picture itself; without it, a layer with as many inputs
+        as a square picture has is taken for one, and the first such layer for the model's first.
+        """
+        rng = rng or torch.Generator().manual_seed(0)
+        tensors = _tensors(model)
+        found = []
+        first = True
+        for name, weight in tensors.items():
+            if weight.ndim < 2 or not _measures_pictures(weight):
+                continue
+            shape = _picture_shape(weight, input_shape)
+            bias = tensors.get(f"{name.removesuffix('weight')}bias")
+            reason = self._reason(weight, bias, shape, shape is not None and first, rng)
+            first = first and shape is None
+            if reason:
+                found.append(Finding(name.removesuffix(".weight"), reason))
+        return found
+
+    def _reason(
+        self, weight: Tensor, bias: Tensor | None, shape: tuple[int, ...] | None, first: bool, rng: torch.Generator
+    ) -> str | None:
+        weight = weight.detach().flatten(1)
+        chosen = torch.randperm(len(weight), generator=rng, device=rng.device)[:ROWS].to(weight.device)
+        rows = weight.index_select(0, chosen).float()
+        if rows.shape[1] < FEWEST_COLUMNS:
+            return None
+        columns = rows[:SOME].square().sum(0).sqrt()
+        gain = float(columns.max() / columns[columns > 0].median())  # NaN where there is nothing
+        if gain > self.gain:
+            return f"outgoing weights {gain:.0f} times as large as the middle one (decoys)"
+        if len(rows) < FEWEST_ROWS:
+            return None
+        bias = None if bias is None else bias.detach()[chosen].float()
+        looks = [sketched(rows, rng)] + ([] if shape is None else [low_band(rows, shape)])
+        nested = max(nested_share(look, bias) for look in looks)
+        if nested > self.sorting:
+            return f"{nested:.0%} of its rows sort pictures into bins (an imprint)"
+        if first and bias is not None:
+            rare = rare_share(rows, bias, looks[-1])
+            if rare > self.traps:
+                return f"{rare:.0%} of its units fire for few pictures, if any (trap weights or dead rows)"
         return None
 
+    def _compare(self, seen: Seen, now: Seen, names: list[str]) -> tuple[Seen, list[Finding]]:
+        """Return the memory with its count of repeats, and what changed too much or not at all."""
+        old, new = seen.sketches, now.sketches
+        size = torch.maximum(old.norm(dim=1), new.norm(dim=1)).clamp_min(torch.finfo(torch.float32).tiny)
+        change = ((new - old).norm(dim=1) / size).tolist()
+        found = [
+            Finding(name.removesuffix(".weight"), f"it changed by {share:.0%} since the last round (another layer)")
+            for name, share in zip(names, change, strict=True)
+            if self.jump is not None and share > self.jump
+        ]
+        repeats = seen.repeats + 1 if max(change, default=0.0) < SAME else 0
+        if self.repeats is not None and repeats > self.repeats:
+            found.append(Finding("the whole model", f"the same weights came {repeats + 1} times in a row"))
+        return replace(now, repeats=repeats), found
 
-def fingerprint(model: nn.Module) -> tuple[str, ...]:
+
+def fingerprint(model: nn.Module | Tensors) -> tuple[str, ...]:
     """Return the structure of a model: every module with its settings, every parameter and buffer with its shape.
 
     >>> fingerprint(nn.Linear(2, 3))
     (': Linear(in_features=2, out_features=3, bias=True)', 'weight [3, 2] float32', 'bias [3] float32')
     """
-    modules = [f"{name}: {type(m).__name__}({m.extra_repr()})" for name, m in model.named_modules()]
-    tensors = [*model.named_parameters(), *model.named_buffers()]
+    modules, tensors = [], list(model.items()) if isinstance(model, dict) else []
+    if isinstance(model, nn.Module):
+        modules = [f"{name}: {type(m).__name__}({m.extra_repr()})" for name, m in model.named_modules()]
+        tensors = [*model.named_parameters(), *model.named_buffers()]
     return (*modules, *(f"{n} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in tensors))
 
 
-def require_structure(model: nn.Module, pinned: tuple[str, ...]) -> None:
-    """Raise `GuardError` unless the model has exactly the pinned structure."""
-    now = fingerprint(model)
-    if now == pinned:
-        return
+def nested_share(look: Tensor, bias: Tensor | None) -> float:
+    """Return the share of rows nested in another one; `look` `[rows, k]` holds what each row measures.
+
+    The inner product of two rows of `look` stands for the covariance of their measurements over natural pictures. The
+    thresholds of a layer without a bias are unknown, so there every parallel pair counts.
+
+    >>> rows = torch.eye(4).repeat_interleave(2, 0)
+    >>> nested_share(rows, torch.zeros(8)), nested_share(rows, torch.arange(8.0))
+    (0.0, 1.0)
+    """
+    spread = look.norm(dim=1)
+    alive = spread > 1e-6 * spread.max()
+    if int(alive.sum()) < 2:
+        return 0.0
+    units = look[alive] / spread[alive, None]
+    cosine = units @ units.T
+    cosine.fill_diagonal_(0)
+    alike = cosine.abs().clamp_max(1)
+    difference = (2 * (1 - alike)).sqrt()  # spread of the difference of two standardised measurements
+    if bias is None:
+        nested = difference < 0.1
+    else:
+        threshold = -bias[alive] / spread[alive]
+        gap = (threshold[:, None] - cosine.sign() * threshold).abs()
+        # Equal rows with equal thresholds are one row twice: rounding must not part them.
+        nested = (alike > ALIKE) & (gap > NESTED * difference + 1e-3)
+    return float(nested.any(1).float().mean())
+
+
+def rare_share(rows: Tensor, bias: Tensor, look: Tensor) -> float:
+    """Return the share of units whose threshold lies off the centre of what they measure, by bias or by mean.
+
+    The mean of pixels in 0..1 moves honest thresholds either way; only what moves more one way than the other counts.
+    """
+    spread = look.norm(dim=1)
+    alive = spread > 1e-6 * spread.max()
+    threshold = -bias[alive] / spread[alive]
+    by_bias = float((threshold.abs() > RARE).float().mean())
+    shifted = threshold - UNNORMALISED * rows.sum(1)[alive] / spread[alive]
+    by_mean = float((shifted > RARE).float().mean()) - float((shifted < -RARE).float().mean())
+    return max(by_bias, by_mean / 2)
+
+
+def low_band(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return what rows over pictures of `shape` measure of a natural one: low frequencies, weighted by their amplitude.
+
+    Natural pictures have amplitudes that fall as one over the frequency, and channels that move together. Scaled so
+    that every pixel has spread 1. What an attacker adds above the band hardly moves a measurement, and is not seen.
+    """
+    channels, height, width = shape
+    waves = rows.reshape(-1, channels, height, width) @ _cosines(width).to(rows.device)
+    waves = waves.transpose(-1, -2) @ _cosines(height).to(rows.device)
+    waves = waves * _amplitudes(height, width).to(rows.device)
+    grey = waves.mean(1, keepdim=True)
+    return torch.cat([channels * grey, COLOUR * (waves - grey)], dim=1).flatten(1)
+
+
+def sketched(rows: Tensor, rng: torch.Generator) -> Tensor:
+    """Return `[rows, DIMS]` with about the same inner products: random signs, then sums."""
+    signs = torch.randint(2, (rows.shape[1],), generator=rng, device=rng.device).to(rows) * 2 - 1
+    signed, spare = rows * signs, -rows.shape[1] % DIMS
+    return (F.pad(signed, (0, spare)) if spare else signed).view(len(rows), -1, DIMS).sum(1)
+
+
+@cache
+def _cosines(n: int) -> Tensor:
+    places, waves = torch.arange(n) + 0.5, torch.arange(min(BAND, n))
+    basis = torch.cos(math.pi / n * places[:, None] * waves) * math.sqrt(2 / n)
+    basis[:, 0] = math.sqrt(1 / n)
+    return basis
+
+
+@cache
+def _amplitudes(height: int, width: int) -> Tensor:
+    """Return the amplitude of each wave in the band, `[width, height]`."""
+    square = torch.arange(width)[:, None] ** 2 + torch.arange(height) ** 2
+    power = 1 / (1 + square.float())
+    return (power / power.mean()).sqrt()[: min(BAND, width), : min(BAND, height)]
+
+
+def _tensors(model: nn.Module | Tensors) -> Tensors:
+    return dict(model.named_parameters()) if isinstance(model, nn.Module) else model
+
+
+def _measures_pictures(weight: Tensor) -> bool:
+    """Say whether a row sees a whole input: a small kernel's gradient sums over all places and shows no picture."""
+    return weight.ndim == 2 or math.prod(weight.shape[2:]) >= WHOLE_PICTURE
+
+
+def _picture_shape(weight: Tensor, input_shape: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """Return the shape of the picture that a row measures, if it is one."""
+    inputs = weight.shape[1:]
+    if len(inputs) == 3:
+        return tuple(inputs)
+    if input_shape is not None:
+        return input_shape if len(input_shape) == 3 and math.prod(input_shape) == inputs.numel() else None
+    for channels in (3, 1):
+        side = math.isqrt(inputs.numel() // channels)
+        if side >= 2 and channels * side * side == inputs.numel():
+            return channels, side, side
+    return None
+
+
+def _matrices(model: nn.Module | Tensors) -> Tensors:
+    """Return the weights a swapped layer would show in; biases start at zero, so any change of theirs is large."""
+    return {name: t.detach() for name, t in _tensors(model).items() if t.ndim >= 2 and t.numel() >= SKETCH}
+
+
+def _sketches(matrices: Tensors, seed: int) -> Tensor:
+    """Return `[matrices, SKETCH]`: signed sums of entries at a secret place of each of SKETCH blocks."""
+    rng = torch.Generator().manual_seed(seed)
+    signs = torch.randint(2, (SKETCH,), generator=rng).float() * 2 - 1
+    starts = torch.randint(2**31, (len(matrices),), generator=rng).tolist()
+    rows = []
+    for t, start in zip(matrices.values(), starts, strict=True):
+        blocks = t.flatten()[: t.numel() - t.numel() % SKETCH].view(SKETCH, -1)
+        wide = min(SKETCH, blocks.shape[1])
+        first = start % (blocks.shape[1] - wide + 1)
+        rows.append(blocks[:, first : first + wide].float() @ signs[:wide].to(t.device))
+    return torch.stack(rows).cpu() if rows else torch.zeros(0, SKETCH)
+
+
+def _difference(now: tuple[str, ...], pinned: tuple[str, ...]) -> str:
     added = [line for line in now if line not in set(pinned)]
     missing = [line for line in pinned if line not in set(now)]
-    what = f"it adds {added[0]!r}" if added else f"it lacks {missing[0]!r}" if missing else "the order differs"
-    raise GuardError(f"the model is not the one you defined ({what}): no gradient is computed on it")
-
-
-def _parallel_share(rows: Tensor) -> float:
-    """Return the share of rows that equal another one up to a factor; all-zero rows do not count."""
-    if rows.shape[0] > SAMPLED_ROWS:
-        step = rows.shape[0] / SAMPLED_ROWS
-        rows = rows[(torch.arange(SAMPLED_ROWS, device=rows.device) * step).long()]
-    norms = rows.norm(dim=1)
-    alive = norms > 1e-12 * norms.max().clamp_min(1e-30)
-    units = rows[alive] / norms[alive, None]
-    if len(units) < 2:
-        return 0.0
-    cosine = (units @ units.T).abs()
-    cosine.fill_diagonal_(0)
-    return float((cosine.amax(1) > 0.9999).sum()) / rows.shape[0]
-
-
-def _is_trap(rows: Tensor) -> bool:
-    """Say whether the sorted negative weights of a row are the sorted positive ones times one factor, row after row."""
-    odd = 0
-    chosen = rows[:: max(1, rows.shape[0] // 32)][:32]
-    for row in chosen:
-        positive, negative = row[row > 0].sort().values, (-row[row < 0]).sort().values
-        n = min(len(positive), len(negative))
-        if n < 8 or abs(len(positive) - len(negative)) > 1:
-            continue
-        ratio = positive[-n:] / negative[-n:]
-        upper = ratio[n // 2 :]
-        odd += float(upper.std() / upper.mean()) < 1e-3
-    return odd > len(chosen) // 2
+    return f"it adds {added[0]!r}" if added else f"it lacks {missing[0]!r}" if missing else "the order differs"

@@ -15,7 +15,9 @@ from . import tree, wire
 from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
 from .errors import NeedError, StateError
 from .gradients import gradient, per_example_gradient
+from .guard import Guard, Seen
 
+DEFAULT_GUARD = Guard()
 OPEN_UPLOADS = 16  # how many sealed payloads can still be taken back
 
 
@@ -31,6 +33,9 @@ class Veil:
     `seed=None` takes entropy from the system; a fixed seed makes a run repeatable, and whoever knows it can subtract
     the noise. State is replaced, never changed in place, so `copy.copy(veil)` is a free probe of the real residual.
 
+    `protect` lets `guard` look at the model first and refuses one that looks manipulated. `Guard.pin(model)` accepts
+    only your own structure; the default accepts the structure it meets first. `guard=None` is for the study of attacks.
+
     >>> from gradveil import DualPrune, ErrorFeedback, unseal
     >>> veil = Veil(ErrorFeedback(DualPrune(top=0.25, bottom=0.5)), {"w": torch.zeros(4)})
     >>> payload = veil.seal({"w": torch.tensor([4.0, -3.0, 2.0, 1.0])}, num_examples=1)
@@ -38,8 +43,17 @@ class Veil:
     (tensor([ 0., -3.,  0.,  0.]), tensor([4., 0., 2., 1.]))
     """
 
-    def __init__(self, defense: Defense, params: Grads, *, seed: int | None = None, client: str = "0") -> None:
+    def __init__(
+        self,
+        defense: Defense,
+        params: Grads,
+        *,
+        seed: int | None = None,
+        client: str = "0",
+        guard: Guard | None = DEFAULT_GUARD,
+    ) -> None:
         self.defense = defense
+        self.guard = guard
         self.client = client
         self.seeded = seed is not None
         self.round = 0
@@ -48,6 +62,7 @@ class Veil:
         self._seed = secrets.randbits(63) if seed is None else seed
         self._like = tree.zeros_like(params)
         self._state: State = defense.init(params)
+        self._seen: Seen | None = None  # what the guard remembers of the last model
         self._open: dict[int, bytes] = {}  # round -> digest of a payload that may be taken back
 
     @property
@@ -56,11 +71,26 @@ class Veil:
         return self.defense.residual(self._state)
 
     def protect(self, model: nn.Module, loss_fn: LossFn, batch: Batch, *, mask: Masks | None = None) -> Payload:
-        """Compute the gradient of `batch` and seal it: the whole client side of one round."""
+        """Check the model, compute the gradient of `batch` and seal it: the whole client side of one round.
+
+        Raises:
+            GuardError: the model looks manipulated. Nothing is computed on it and no state changes.
+        """
+        self.admit(model, tuple(batch.inputs.shape[1:]))
         batch = self.prepare(model, batch)
         compute = per_example_gradient if "per_example" in self.defense.needs else gradient
         grads = compute(model, loss_fn, batch)
         return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
+
+    def admit(self, model: nn.Module | Tensors, input_shape: tuple[int, ...] | None = None) -> None:
+        """Let the guard look at the model of this round; `protect` does this by itself, `seal` does not.
+
+        Raises:
+            GuardError: the model must not be given a gradient.
+        """
+        if self.guard is not None:
+            rng = derive_rng(self._seed, self.client, self.round, "guard")
+            self._seen = self.guard.admit(model, self._seen, input_shape=input_shape, rng=rng)
 
     def prepare(self, model: nn.Module, batch: Batch) -> Batch:
         """Return the batch the gradient is to be computed on: a defense may transform it."""
@@ -114,11 +144,12 @@ class Veil:
         self._open.pop(payload.round, None)
 
     def state_dict(self) -> Tensors:
-        """Return state, round and open uploads as tensors; never the seed."""
+        """Return state, round, open uploads and the guard's memory as tensors; never the seed."""
         opened = {
             f"open.{r}": torch.frombuffer(bytearray(digest), dtype=torch.uint8) for r, digest in self._open.items()
         }
-        return {**tree.under("state", self._state), **opened, "round": torch.tensor(self.round)}
+        seen = tree.under("guard", self._seen.state_dict()) if self._seen else {}
+        return {**tree.under("state", self._state), **opened, **seen, "round": torch.tensor(self.round)}
 
     def load_state_dict(self, saved: Tensors) -> None:
         """Continue from `state_dict`; raises `StateError` and changes nothing if it does not fit."""
@@ -130,6 +161,8 @@ class Veil:
         for name, tensor in fresh.items():
             if state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
                 raise StateError(f"{name} has shape {tuple(state[name].shape)}, expected {tuple(tensor.shape)}")
+        seen = tree.only("guard", saved)
+        self._seen = Seen.from_state_dict(seen) if seen else None
         device = next((t.device for t in self._like.values()), torch.device("cpu"))
         self._state = {name: state[name].to(device) for name in fresh}
         self._open = {int(r): bytes(t.tolist()) for r, t in tree.only("open", saved).items()}

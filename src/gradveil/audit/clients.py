@@ -79,7 +79,7 @@ def _model(plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack: 
             model = attack.plant(model, subject.victims.input_shape, rng).to(subject.device)
             # The bare client is the control that shows what the attack can do: it has no guard either.
             if plan.guard and name != BASELINE:
-                Guard(pinned=honest).check(model)
+                Guard(pinned=honest).admit(model, input_shape=subject.victims.input_shape)
     return model.train(column.mode == "train")
 
 
@@ -91,7 +91,9 @@ class _Client:
         self.model, self.index = model, index
         self.defense = subject.defenses[name]
         self.earlier: list[Observation] = []
-        self.veil = Veil(self.defense, parameters(model), seed=plan.seed, client=f"{column.name} {index}")
+        client = f"{column.name} {index}"
+        # Planted models are refused above, if at all: here the attack itself is studied.
+        self.veil = Veil(self.defense, parameters(model), seed=plan.seed, client=client, guard=None)
         state = subject.residuals.get(name)
         if state is not None:
             self.veil.load_state_dict(state)
