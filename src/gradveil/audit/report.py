@@ -70,6 +70,7 @@ class Row:
     scores: dict[str, list[float]] = field(default_factory=dict)
     floor: list[float] = field(default_factory=list)  # SSIM of the best blind guess that may guess as often
     identified: list[bool] = field(default_factory=list)  # was this picture the nearest of the line-up?
+    mistaken: float = 0.0  # share of guesses made for other uploads that were nearest to this one's picture
     contrast: list[float] = field(default_factory=list)  # SSIM with its original minus that of other uploads' guesses
     labels_right: float | None = None  # share of labels the attacker found (1.0 if it was told)
     loss: float | None = None  # the attacker's own objective, mean over uploads

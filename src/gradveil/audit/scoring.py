@@ -25,6 +25,7 @@ from .report import Column, Floor, Layer, Upload
 
 Cards = dict[str, dict[str, list[float]]]  # blind guess -> score -> one value per picture
 LINE_UP = 64
+CONTROLS = 8  # other uploads whose guesses serve as controls, at most
 PUBLIC = 512  # public pictures used at most
 LARGEST = 0.05  # the share of entries called the largest
 SHOWN = ("ssim", "psnr", "mse", "lpips")  # the paper's own SSIM flatters and is left to the benchmarks
@@ -69,6 +70,7 @@ class Scorer:
             "identified": [bool(v) for part in parts for v in part["card"]["identified"]],
             "floor": _best([part["floor"] for part in parts]),
             "contrast": contrast([part["guess"] for part in parts], [part["truth"] for part in parts]),
+            "mistaken": self._mistaken([part["guess"] for part in parts], [part["truth"] for part in parts]),
             "labels_right": fmean(labels) if labels else None,
             "loss": fmean(losses) if losses else None,
             "pictures": [png for part in parts for png in part["pictures"]],
@@ -84,8 +86,22 @@ class Scorer:
             for guess in cards[0]
         ]
 
+    def _mistaken(self, guesses: Sequence[Tensor], truths: Sequence[Tensor]) -> float:
+        """Return how often guesses made for other uploads pick an upload's picture out of the line-up.
+
+        Noise looks more like some pictures than like others; without this control such a picture counts as found.
+        """
+        hits = []
+        for u, truth in enumerate(truths):
+            gallery = torch.cat([truth, self.public[: max(LINE_UP - len(truth), 1)]])
+            for guess in [g for v, g in enumerate(guesses) if v != u][:CONTROLS]:
+                paired = metrics.aligned(guess, metrics.pair(guess, truth))
+                places = torch.arange(len(truth), device=truth.device)
+                hits.append((metrics.identification_rank(paired, places, gallery)["best"] == 1).float().mean())
+        return float(torch.stack(hits).mean()) if hits else 0.0
+
     def _upload(self, sent: Sent, found: Reconstruction) -> dict[str, Any]:
-        guess = self._pixels(found.inputs.to(sent.batch.inputs))
+        guess = self._pixels(found.inputs.to(sent.batch.inputs).nan_to_num(nan=0.0))
         size = max(LINE_UP - len(sent.batch.labels), 1)
         cards = []
         # A defense may train on changed pictures. Recovering those gives the originals away: the worse of both counts.
@@ -96,7 +112,7 @@ class Scorer:
             card = metrics.score(guess, truth, gallery=self.public[:size], **labels)
             cards.append((fmean(card["ssim"]), card, truth))
         _, card, truth = best = max(cards, key=lambda c: c[0])
-        paired = metrics.aligned(guess, metrics.pair(guess.nan_to_num(nan=0.5), truth))
+        paired = metrics.aligned(guess, metrics.pair(guess, truth))
         return {
             "card": card,
             "guess": guess,
@@ -127,9 +143,8 @@ def contrast(guesses: Sequence[Tensor], truths: Sequence[Tensor]) -> list[float]
     """
     if len(truths) < 2:
         return []
-    clean = [guess.nan_to_num(nan=0.5).clamp(0, 1) for guess in guesses]
-    table = metrics.pairwise_ssim(torch.cat(list(truths)), torch.cat(clean)).cpu().double()
-    blocks = [rows.split([len(g) for g in clean], dim=1) for rows in table.split([len(t) for t in truths])]
+    table = metrics.pairwise_ssim(torch.cat(list(truths)), torch.cat(list(guesses))).cpu().double()
+    blocks = [rows.split([len(g) for g in guesses], dim=1) for rows in table.split([len(t) for t in truths])]
     out: list[float] = []
     for own, row in enumerate(blocks):
         values = torch.stack([_paired(block) for block in row])

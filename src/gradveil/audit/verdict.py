@@ -5,7 +5,8 @@ An attack *beats* blind guessing when at least one of these is true, each measur
 1. mean lead: the mean SSIM lead over the best blind guess is above `MARGIN` and above `t` standard errors, where `t`
    is the 97.5 % point of Student's distribution (a one-sided paired test at 2.5 %);
 2. one picture: any single picture leads by at least `CLEAR` (a mean must not hide the one that leaked);
-3. identification: more pictures are picked out of the line-up than chance explains (one-sided binomial, 2.5 %);
+3. identification: more pictures are picked out of the line-up than chance explains (one-sided binomial, 2.5 %), where
+   chance is at least how often guesses made for other uploads pick the same pictures;
 4. contrast: pictures look more like the guess made for them than like the guesses the same attack made for other
    uploads, by more than `OWN` SSIM and `t` standard errors. This finds leaks under noise that a blind guess outscores.
 
@@ -92,7 +93,7 @@ def against_floor(report: Report, row: Row) -> Comparison | None:
     ssim = row.scores.get("ssim", [])
     if row.status != "ok" or not ssim or len(ssim) != len(row.floor):
         return None
-    return compare(ssim, row.floor, row.identified, report.chance, row.contrast)
+    return compare(ssim, row.floor, row.identified, max(report.chance, row.mistaken), row.contrast)
 
 
 def judge(report: Report) -> list[Judgement]:

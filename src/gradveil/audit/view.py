@@ -66,8 +66,8 @@ def tiles(report: Report) -> dict[str, Any] | None:
     row = control and control.worst_attack and report.find("diagnostic", BASELINE, control.worst_attack)
     if not row or not row.pictures:
         return None
-    scores = [v if math.isfinite(v) else -1.0 for v in row.scores["ssim"]]
-    place = max(range(len(scores)), key=scores.__getitem__)
+    leads = [_or_low(v) - floor for v, floor in zip(row.scores["ssim"], row.floor, strict=True)]
+    place = max(range(len(leads)), key=leads.__getitem__)
     shown = []
     for defense in report.defenses:
         best = _best_at(report, defense.name, place)
@@ -87,7 +87,8 @@ def wall(report: Report, column: Column) -> dict[str, Any]:
     info = report.column(column)
     groups = []
     for defense in report.defenses:
-        rows = [r for r in report.rows if r.column == column and r.defense == defense.name]
+        found = (report.find(column, defense.name, attack.name) for attack in report.attacks)
+        rows = [row for row in found if row is not None]
         groups.append(
             {
                 "label": words.label(defense.name),

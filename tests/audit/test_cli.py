@@ -1,0 +1,68 @@
+"""The commands around a report, as a user types them."""
+
+from dataclasses import replace
+
+from typer.testing import CliRunner
+
+from gradveil.audit import Plan, Report
+from gradveil.audit.verdict import judge
+from gradveil.cli import app, commands  # noqa: F401
+from gradveil.cli.audit import template
+from gradveil.config import load_toml
+
+run = CliRunner().invoke
+
+
+def test_init_writes_a_config_that_loads(tmp_path) -> None:
+    path = tmp_path / "audit.toml"
+    assert run(app, ["init", str(path)]).exit_code == 0
+    plan = load_toml(path, Plan)
+    assert plan.model == Plan().model
+    assert "dgp" in plan.defenses
+    assert len(plan.attacks) == 2
+    assert template().count("\n# ") == len(plan.__dataclass_fields__)
+    assert run(app, ["init", str(path)]).exit_code != 0
+    assert run(app, ["init", str(path), "--force"]).exit_code == 0
+
+
+def test_audit_from_config_and_flags(tmp_path) -> None:
+    (tmp_path / "a.toml").write_text(
+        'model = "mlp(hidden=16)"\ndata = "digits"\npictures = 2\nbatch_size = 2\nround = 1\naccuracy_rounds = 5\n'
+        'attacks = ["reader=linear_readout"]\n'
+    )
+    out = tmp_path / "out"
+    command = ["audit", str(tmp_path / "a.toml"), "--defense", "dgp", "--pictures", "1", "--out", str(out)]
+    done = run(app, [*command, "--no-progress"])
+    assert done.exit_code == 0, done.output
+    assert out.joinpath("report.html").resolve().as_uri() in done.output.replace("\n", "")
+    found = Report.load(out / "report.json")
+    assert found.settings["pictures"] == 1  # the flag goes before the file
+    assert [d.name for d in found.defenses] == ["none", "dgp"]
+    assert all(0 < d.accuracy <= 1 for d in found.defenses)
+    assert found.attacks[0].name == "reader"
+    again = run(app, [*command, "--resume"])
+    assert again.exit_code == 0
+    assert Report.load(out / "report.json").rows == found.rows
+    markdown = run(app, ["report", str(out / "report.json"), "--markdown"])
+    assert markdown.output == (out / "report.md").read_text()
+
+
+def test_bad_settings_are_named(tmp_path) -> None:
+    (tmp_path / "a.toml").write_text("pictres = 3\n")
+    done = run(app, ["audit", str(tmp_path / "a.toml")])
+    assert "did you mean pictures?" in str(done.exception)
+
+
+def test_report_and_compare(report: Report, tmp_path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    report.save(old)
+    worse = [replace(r, scores={"ssim": [0.9] * 4}) if r.defense == "hardened" else r for r in report.rows]
+    after = replace(report, rows=worse, seed=1)
+    replace(after, judgements=judge(after)).save(new)
+    assert run(app, ["report", str(old)]).exit_code == 0
+    assert (tmp_path / "old.html").exists()
+    assert run(app, ["compare", str(old), str(old)]).exit_code == 0
+    changed = run(app, ["compare", str(old), str(new)])
+    assert changed.exit_code == 1
+    assert "worse" in changed.output
+    assert "setting seed: 0 before, 1 after" in changed.output
