@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..audit.clients import Sent
 from ..audit.plan import Plan, Subject
 from ..audit.report import Column, ColumnInfo
 from ..core import Attack, Reconstruction
-from ..data import Dataset, to_pixels
+from ..data import Dataset, Split, to_pixels
 from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..gate import observe
@@ -35,12 +36,18 @@ OTHERS = 512  # public and private pictures each
 LOCAL_RATE = 0.01  # of a FedAvg client
 
 
+@lru_cache(maxsize=4)
+def _load(name: str, split: Split, root: str | None) -> Dataset:
+    """Return a split; many cells in a row use the same one."""
+    return datasets.load(name, split=split, root=root)
+
+
 def victims(cell: AttackCell, root: str | None) -> tuple[Dataset, list[int]]:
     """Return the test pictures and which of them are attacked, in batches one after the other.
 
     Batches hold different labels as far as they can, as in the reference attacks, or one label if the cell says so.
     """
-    data = datasets.load(cell.data, split="test", root=root)
+    data = _load(cell.data, "test", root)
     if len(data) < cell.pictures:
         raise ConfigError(f"{cell.pictures} pictures are to be attacked but {cell.data} has {len(data)}")
     rng = derive_rng(cell.seed, "victims", 0)
@@ -108,7 +115,7 @@ def _subject(
     chosen: list[int],
     attack: Attack,
 ) -> tuple[Subject, ColumnInfo]:
-    others = datasets.load(cell.data, split="train", root=root)
+    others = _load(cell.data, "train", root)
     rng = derive_rng(cell.seed, "others", 0)
     order = torch.randperm(len(others), generator=rng)
     half = min(OTHERS, len(others) // 2)
