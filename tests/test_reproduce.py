@@ -162,7 +162,7 @@ def test_a_transforming_defense_is_scored_against_both_pictures(in_scratch: Path
     assert outcome.status == "done", outcome.note
     lines = {e.label: e for e in entries("main", TINY) if e.cell == outcome.cell}
     found = {n: figures.figures_of(e, figures.results_of(in_scratch, "quick", e)) for n, e in lines.items()}
-    assert found["ats_r"]["plain_ssim"].mean > 0.9 > found["ats_t"]["plain_ssim"].mean
+    assert found["ats_r"]["plain_ssim"].mean > found["ats_t"]["plain_ssim"].mean + 0.3
 
 
 def test_fedavg_and_chained_cells_run(in_scratch: Path) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ..errors import ConfigError
 from ..gate import observe
 from ..generator import GeneratorSettings, load_generator, train_generator
 from ..gradients import local_update, parameters
+from ..metrics.perceptual import lpips_weights
 from ..spec import build, to_text
 from ..training.job import fitted, own_randomness
 from ..veil import Veil, derive_rng
@@ -71,11 +72,24 @@ def victims(cell: AttackCell, root: str | None) -> tuple[Dataset, list[int]]:
     return data, [index for group in groups for index in group]
 
 
-def perform(cell: AttackCell, *, scale: Scale, root: str | None, device: torch.device, strip: Path) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Place:
+    """Where and at which scale a cell is run, and for how long it may train what it attacks."""
+
+    scale: Scale
+    root: str | None
+    device: torch.device
+    minutes: float | None
+
+
+def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
     """Run the cell and return its result; the strip of reconstructions is written to `strip`."""
+    if place.scale.name == "full":
+        lpips_weights()  # raises if there are none: a result without LPIPS would have to be run again
+    root, device = place.root, place.device
     data, chosen = victims(cell, root)
     attack = build(ATTACKS, cell.attack_text, "attack")
-    subject, column = _subject(cell, scale, root, device, data, chosen, attack)
+    subject, column = _subject(cell, place, data, chosen, attack)
     defense = subject.defenses[cell.defense]
     attack = attack.fitted(defense if cell.adaptive else None, data.mean, data.std)
     plan = Plan(seed=cell.seed, device=str(device))
@@ -85,7 +99,7 @@ def perform(cell: AttackCell, *, scale: Scale, root: str | None, device: torch.d
         sent = clients.uploads(plan, subject, column, cell.defense, attack)
     seen = [s.seen if cell.adaptive else replace(s.seen, defense=None) for s in sent]
     if "prior" in attack.needs:
-        prior = _generator(scale, subject.public, cell.seed).to(device)
+        prior = _generator(place.scale, subject.public, cell.seed).to(device)
         seen = [replace(one, prior=prior) for one in seen]
     rngs = [derive_rng(cell.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
     with own_randomness(cell.seed, device):  # an attacker who imitates a random layer draws as it does
@@ -107,30 +121,24 @@ def perform(cell: AttackCell, *, scale: Scale, root: str | None, device: torch.d
 
 
 def _subject(
-    cell: AttackCell,
-    scale: Scale,
-    root: str | None,
-    device: torch.device,
-    data: Dataset,
-    chosen: list[int],
-    attack: Attack,
+    cell: AttackCell, place: Place, data: Dataset, chosen: list[int], attack: Attack
 ) -> tuple[Subject, ColumnInfo]:
-    others = _load(cell.data, "train", root)
+    others = _load(cell.data, "train", place.root)
     rng = derive_rng(cell.seed, "others", 0)
     order = torch.randperm(len(others), generator=rng)
     half = min(OTHERS, len(others) // 2)
     model = models.build(cell.model, num_classes=data.num_classes, input_shape=data.input_shape, seed=cell.seed)
     if cell.epochs:
-        model.load_state_dict(trained_weights(cell, scale, root, device))
+        model.load_state_dict(trained_weights(cell, place.scale, place.root, place.device, place.minutes))
     subject = Subject(
-        model=model.to(device),
+        model=model.to(place.device),
         loss_fn=nn.functional.cross_entropy,
         victims=data.subset(chosen),
         private=others.subset(order[:half]),
         public=others.subset(order[half : 2 * half]),
         defenses={cell.defense: fitted(build(DEFENSES, cell.defense_text, "defense"), data)},
         attacks={cell.attack: attack},
-        device=device,
+        device=place.device,
     )
     places = list(range(cell.pictures))
     return subject, ColumnInfo(_column(cell), "eval", cell.batch_size, cell.rounds, places, {})

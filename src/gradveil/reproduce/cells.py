@@ -85,6 +85,7 @@ class CostCell:
     users: int
     batch_size: int
     rounds: int
+    side: int = 32  # of the pictures; the deep models have the same parameters for any
     seed: int = 0
 
     @property

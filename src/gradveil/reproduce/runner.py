@@ -104,13 +104,13 @@ def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
 
 def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
     device = pick_device(session.device)
+    minutes = None if session.minutes is None else max(session.left, 0.0) / 60
     match cell:
         case AttackCell():
-            strip = path.with_suffix(".webp")
+            place = attacked.Place(session.scale, session.root, device, minutes)
             with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
-                return attacked.perform(cell, scale=session.scale, root=session.root, device=device, strip=strip)
+                return attacked.perform(cell, place, path.with_suffix(".webp"))
         case TrainingCell():
-            minutes = None if session.minutes is None else max(session.left, 0.0) / 60
             return trained.perform(cell, root=session.root, device=session.device, minutes=minutes)
         case CostCell():
             found = costs.measure(
@@ -120,6 +120,7 @@ def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
                 batch_size=cell.batch_size,
                 rounds=cell.rounds,
                 device=str(device),
+                side=cell.side,
                 seed=cell.seed,
             )
             return {"mib": found.mib, "paper_mib": found.paper_mib, **asdict(found)}

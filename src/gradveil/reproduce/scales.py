@@ -39,6 +39,7 @@ class Scale:
     data100: str
     pictures: int
     rgap_pictures: int
+    dear_pictures: int  # where a picture costs minutes: chained attacks, several local steps
     rob_batches: int
     match: str  # settings of the matching attacks
     ggl: str
@@ -47,6 +48,7 @@ class Scale:
     weights: dict[str, Any]  # settings of the training behind attacks on trained models
     epochs: tuple[int, ...]  # after which such a model is attacked
     cost: dict[str, int]
+    deep_side: int  # of the pictures for the cost of deep models
     generator: dict[str, int] | None  # settings of a throw-away generator for GGL; None: the recorded one
 
     def attack(self, attack: str, defense: str, model: str = "resnet18", **fields: Any) -> AttackCell:
@@ -59,6 +61,8 @@ class Scale:
             count = self.rob_batches * batch
         elif attack.startswith("rgap"):
             count = self.rgap_pictures
+        elif attack == "ig+chain" or fields.get("local_steps", 1) > 1:
+            count = self.dear_pictures
         fields.setdefault("data", self.data)
         return AttackCell(
             attack=attack,
@@ -81,7 +85,7 @@ class Scale:
 
     def price(self, defense: str, model: str) -> CostCell:
         """Return the cell of a cost."""
-        return CostCell(defense, model, **self.cost)
+        return CostCell(defense, model, **self.cost, side=32 if model in SMALL else self.deep_side)
 
 
 def attacked_text(defense: str, model: str) -> str:
@@ -101,14 +105,16 @@ FULL = Scale(
     data100="cifar100",
     pictures=20,
     rgap_pictures=20,
-    rob_batches=20,
+    dear_pictures=4,
+    rob_batches=10,
     match="steps=2500",
     ggl="",
     bins=200,
-    training={"users": 10, "batch_size": 32, "epochs": 100},
-    weights={"users": 10, "batch_size": 32},
+    training={"users": 10, "batch_size": 32, "epochs": 100, "precision": "tf32"},
+    weights={"users": 10, "batch_size": 32, "precision": "tf32"},
     epochs=(1, 10, 100),
     cost={"users": 10, "batch_size": 32, "rounds": 3},
+    deep_side=32,
     generator=None,
 )
 QUICK = Scale(
@@ -120,6 +126,7 @@ QUICK = Scale(
     data100="photos",
     pictures=2,
     rgap_pictures=1,
+    dear_pictures=1,
     rob_batches=1,
     match="steps=100, lr=0.2, decay='cosine', tv=0.05",
     ggl="steps=5, restarts=1, pool=4",
@@ -128,6 +135,7 @@ QUICK = Scale(
     weights={"users": 2, "batch_size": 16, "augment": "none"},
     epochs=(1, 2),
     cost={"users": 2, "batch_size": 2, "rounds": 1},
+    deep_side=4,
     generator={"steps": 5, "batch": 8, "latent": 16, "width": 16},
 )
 SCALES = {"full": FULL, "quick": QUICK}

@@ -175,8 +175,8 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
         model = "cnn6" if attack == "rgap" else "resnet18"
         part = f"{attack.upper()} by an attacker who knows the defense"
         for defense in (*RIVALS, "adgp", "hardened"):
-            if (attack, defense) == ("rgap", "precode"):
-                continue
+            if (attack, defense) in (("rgap", "precode"), ("rgap", "none"), ("gi", "none")):
+                continue  # nothing to invert, or nothing to know
             cell = scale.attack(adapted, defense, model, seed=seed)
             yield Entry(part, f"{defense}, {adapted}", cell, transformed=defense == "ats")
     for attack in ADAPTED:

@@ -15,10 +15,13 @@ from .scales import Scale
 RUNS = Path("runs") / "reproduce"
 
 
-def trained_weights(cell: AttackCell, scale: Scale, root: str | None, device: torch.device) -> Tensors:
+def trained_weights(
+    cell: AttackCell, scale: Scale, root: str | None, device: torch.device, minutes: float | None
+) -> Tensors:
     """Return the undefended model's weights after the cell's epochs; every defense is attacked on the same ones.
 
-    Training continues from the run of fewer epochs if there is one, and is found again by the next cell.
+    Training continues from the run of fewer epochs if there is one, and is found again by the next cell. Raises
+    `TimeoutError` if it is not done after `minutes`; the next call goes on.
     """
     settings = Settings(
         model=cell.model,
@@ -37,7 +40,9 @@ def trained_weights(cell: AttackCell, scale: Scale, root: str | None, device: to
         earlier = [e for e in scale.epochs if e < cell.epochs and (RUNS / f"{base}_epochs{e}" / CHECKPOINT).exists()]
         if earlier:
             shutil.copytree(RUNS / f"{base}_epochs{max(earlier)}", folder)
-    result = run(settings, folder, resume=True)
+    result = run(settings, folder, resume=True, minutes=minutes)
+    if result["status"] == "stopped":
+        raise TimeoutError(f"training stopped after {result['rounds_done']} rounds")
     if result["status"] != "finished":
         raise ConfigError(f"training for {cell.epochs} epochs ended as {result['status']}: see {folder}")
     return load_checkpoint(folder / CHECKPOINT).model
