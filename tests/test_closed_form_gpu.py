@@ -24,7 +24,7 @@ def attacked(attack: Attack, name: str, defense: Defense, count: int, prior: obj
     attack = attack.fitted(defense, photos.mean, photos.std)
     model = build(name, num_classes=photos.num_classes, input_shape=photos.input_shape).cuda().eval()
     model = attack.plant(model, photos.input_shape, torch.Generator().manual_seed(0))
-    payload = Veil(defense, parameters(model), seed=0).protect(model, cross_entropy, batch)
+    payload = Veil(defense, parameters(model), seed=0, guard=None).protect(model, cross_entropy, batch)
     threat = ThreatModel(active=True, prior=True)
     seen = observe(
         payload,
