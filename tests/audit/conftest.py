@@ -3,7 +3,9 @@
 import base64
 import io
 import shutil
+import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -38,6 +40,8 @@ CHROMIUM = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--force-prefers-reduced-motion",
+    "--window-size=1600,1000",
 ]
 
 
@@ -144,9 +148,9 @@ def hostile_report() -> Report:
     return make_report(STRENGTH, pictures=_pictures(2), hostile=HOSTILE)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """A fresh Chromium; skips where there is none."""
+    """One Chromium for all tests; skips where there is none."""
     binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if binary is None or driver is None:
         pytest.skip("no chromium with chromedriver on this machine: apt-get install chromium chromium-driver")
@@ -162,3 +166,22 @@ def browser() -> Iterator[Any]:
             yield found
         finally:
             found.quit()
+
+
+@pytest.fixture(scope="session")
+def base() -> Iterator[str]:
+    """The address of a live page, served on a free port."""
+    pytest.importorskip("starlette", reason="the live page needs gradveil[ui]")
+    pytest.importorskip("uvicorn", reason="the live page needs gradveil[ui]")
+    from gradveil.ui.server import make_server
+
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        server = make_server("test-token", port)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{port}/test-token"
+        server.should_exit = True
+        thread.join(10)

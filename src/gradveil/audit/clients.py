@@ -17,6 +17,8 @@ from .plan import Plan, Subject
 from .report import Column, ColumnInfo
 from .verdict import BASELINE
 
+PRIOR = 512  # public pictures an attacker with a prior is given
+
 
 @dataclass(frozen=True, eq=False)
 class Sent:
@@ -122,7 +124,7 @@ class _Client:
             mean=data.mean,
             std=data.std,
             defense=self.defense,
-            prior=self.subject.public.images.float() / 255,
+            prior=self.subject.public.pixels(range(min(len(self.subject.public), PRIOR))),
             mask=mask,
             earlier=self.earlier,
         )

@@ -18,9 +18,7 @@ def ui(
 ) -> None:
     """Serve a page where you watch a picture being rebuilt from a gradient. Nobody else can reach it."""
     try:
-        import uvicorn
-
-        from ..ui.server import make_app
+        from ..ui.server import make_server
     except ModuleNotFoundError as error:
         raise ConfigError(f"the live page needs {error.name}: pip install 'gradveil[ui]'") from error
     import torch
@@ -36,8 +34,6 @@ def ui(
         port = listening.getsockname()[1]
         address = f"http://127.0.0.1:{port}/{token}/"
         out.print(f"The live page: {address}\nCtrl-C stops it.", highlight=False, soft_wrap=True)
-        hosts = (f"127.0.0.1:{port}", f"localhost:{port}")
-        config = uvicorn.Config(make_app(token, hosts), log_level="warning", timeout_graceful_shutdown=3)
         if browser:
             webbrowser.open(address)
-        uvicorn.Server(config).run(sockets=[listening])
+        make_server(token, port).run(sockets=[listening])

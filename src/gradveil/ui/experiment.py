@@ -18,11 +18,11 @@ from .. import check, data, metrics, models
 from ..attacks import ATTACKS
 from ..attacks.progress import Progress, watch
 from ..audit import clients
-from ..audit.plan import Plan, Subject
+from ..audit.plan import NAIVE, QUICK, Plan, Subject
 from ..audit.report import ColumnInfo
 from ..audit.scoring import Scorer, to_png
 from ..audit.verdict import BASELINE
-from ..core import Defense
+from ..core import Attack, Defense
 from ..data import Dataset, to_pixels
 from ..defenses import DEFENSES
 from ..errors import ConfigError
@@ -53,7 +53,7 @@ class Order:
     noise: float = 0.01
     rounds: int = 0
     mask_aware: bool = True
-    steps: int = 400
+    steps: int = 200
 
     def __post_init__(self) -> None:
         check.one_of(CHOICES, defense=self.defense)
@@ -74,6 +74,11 @@ class Order:
             "dp": f"gaussian_noise(std={self.noise!r})",
         }
         return build(DEFENSES, texts[self.defense], "defense")
+
+    def attack(self) -> Attack:
+        """Return the attack of the audit's defaults, with the steps asked for."""
+        how = QUICK if self.mask_aware else NAIVE
+        return build(ATTACKS, f"gradient_matching({how}, steps={self.steps})", "attack")
 
 
 def read_picture(encoded: str) -> Tensor:
@@ -110,8 +115,8 @@ class Studio:
 
     @cached_property
     def model(self) -> nn.Module:
-        """The model under training: LeNet, freshly initialised."""
-        return models.build("lenet", num_classes=self.photos.num_classes, input_shape=(3, SIDE, SIDE)).eval()
+        """The model under training: a small convolutional network, freshly initialised."""
+        return models.build("cnn6", num_classes=self.photos.num_classes, input_shape=(3, SIDE, SIDE)).eval()
 
     def victim(self, order: Order) -> Dataset:
         """Return the one picture under attack."""
@@ -127,8 +132,7 @@ class Studio:
 def perform(order: Order, studio: Studio, emit: Emit, stop: threading.Event) -> None:
     """Run the experiment and tell `emit` about it; raises `StoppedError` soon after `stop` is set."""
     victim, defense = studio.victim(order), order.protection()
-    masked = "auto" if order.mask_aware else "never"
-    attack = build(ATTACKS, f"inverting_gradients(steps={order.steps}, masked={masked!r})", "attack")
+    attack = order.attack()
     half = len(studio.others) // 2
     subject = Subject(
         model=studio.model,

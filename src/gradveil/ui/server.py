@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
@@ -90,6 +91,13 @@ class Desk:
                     await asyncio.wait([thread])
         finally:
             self.runs.pop(name, None)
+
+
+def make_server(token: str, port: int) -> uvicorn.Server:
+    """Return a server to be run on a socket bound to this port of 127.0.0.1: `run(sockets=[socket])`."""
+    app = make_app(token, (f"127.0.0.1:{port}", f"localhost:{port}"))
+    options: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 3}
+    return uvicorn.Server(uvicorn.Config(app, **options))
 
 
 def make_app(token: str, hosts: tuple[str, ...]) -> Starlette:
