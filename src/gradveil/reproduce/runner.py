@@ -123,7 +123,8 @@ def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
                 side=cell.side,
                 seed=cell.seed,
             )
-            return {"mib": found.mib, "paper_mib": found.paper_mib, **asdict(found)}
+            sizes = {"mib": found.mib, "paper_mib": found.paper_mib}
+            return {**asdict(found), **sizes, "rounds_per_epoch": paper.ROUNDS_PER_EPOCH}
 
 
 def _check(session: Session, progress: Progress) -> None:
@@ -152,5 +153,4 @@ def _head(cell: Cell, session: Session, seconds: float) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "seconds": seconds,
         "seed": cell.seed,
-        "rounds_per_epoch": paper.ROUNDS_PER_EPOCH if kind == "cost" else None,
     }
