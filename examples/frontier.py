@@ -47,11 +47,13 @@ def load(path: Path, defense: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {"defense": defense, "attacks": {}, "training": {}}
 
 
-def uploads(veil: Veil, net: torch.nn.Module, pictures: data.Dataset, chain: list[int], device: str) -> Observation:
-    """Return what the server sees of the last of several single-picture rounds, the earlier ones attached."""
+def uploads(
+    veil: Veil, net: torch.nn.Module, pictures: data.Dataset, rounds: list[list[int]], device: str
+) -> Observation:
+    """Return what the server sees of the last of several rounds, the earlier ones attached."""
     seen: list[Observation] = []
-    for index in chain:
-        batch: Batch = pictures.batch(torch.tensor([index]), device=device)
+    for indices in rounds:
+        batch: Batch = pictures.batch(torch.tensor(indices), device=device)
         payload = veil.protect(net, cross_entropy, batch)
         view = observe(
             payload,
@@ -69,19 +71,26 @@ def uploads(veil: Veil, net: torch.nn.Module, pictures: data.Dataset, chain: lis
     return seen[-1]
 
 
+def add(columns: dict[str, list[float]], row: dict[str, list[float]]) -> None:
+    """Append the scores of one upload."""
+    for metric, values in row.items():
+        columns.setdefault(metric, []).extend(values)
+
+
 @app.command()
 def attack(
     defense: Defenses,
     attack: Annotated[list[str], typer.Option(help="an attack; repeatable")] = ["inverting_gradients"],  # noqa: B006
     model: Annotated[str, typer.Option(help="the model that is attacked")] = "resnet18",
-    pictures: Annotated[int, typer.Option(help="pictures attacked, each in an upload of its own")] = 20,
-    age: Annotated[int, typer.Option(help="private single-picture rounds before the attacked one")] = 0,
+    pictures: Annotated[int, typer.Option(help="pictures attacked")] = 20,
+    batch: Annotated[int, typer.Option(help="pictures in one upload")] = 1,
+    age: Annotated[int, typer.Option(help="private rounds of other pictures before the attacked one")] = 0,
     root: Annotated[str, typer.Option(help="where CIFAR-10 lies")] = "",
     device: Annotated[str, typer.Option()] = "cpu",
     seed: Annotated[int, typer.Option()] = 0,
     out: Out = Path("results/frontier"),
 ) -> None:
-    """Attack single pictures (evaluation mode, labels known: the worst case) and score what comes back."""
+    """Attack uploads (evaluation mode, labels known: the worst case) and score what comes back."""
     test = data.load("cifar10", split="test", root=root or None)
     order = torch.randperm(len(test.labels), generator=torch.Generator().manual_seed(seed)).tolist()
     victims, others = order[:pictures], order[pictures : pictures + GALLERY]
@@ -93,33 +102,31 @@ def attack(
         path, made = cell(out, text), build(DEFENSES, text, "defense")
         known = load(path, text)
         for name in attack:
-            key = f"{name} model={model} age={age} seed={seed} n={pictures}"
+            key = f"{name} model={model} batch={batch} age={age} seed={seed} n={pictures}"
             if key in known["attacks"]:
                 continue
             began = time.perf_counter()
+            groups = [victims[i : i + batch] for i in range(0, pictures, batch)]
             seen = []
-            for i, victim in enumerate(victims):
-                veil = Veil(made, parameters(net), seed=seed, client=str(victim))
-                chain = [*history[i * age : (i + 1) * age], victim]
-                seen.append(uploads(veil, net, test, chain, device))
-            rngs = [derive_rng(seed, str(v), 0, "attack") for v in victims]
+            for i, group in enumerate(groups):
+                veil = Veil(made, parameters(net), seed=seed, client=str(i))
+                before = [history[k * batch : (k + 1) * batch] for k in range(i * age, (i + 1) * age)]
+                seen.append(uploads(veil, net, test, [*before, group], device))
+            rngs = [derive_rng(seed, str(i), 0, "attack") for i in range(len(groups))]
             found = build(ATTACKS, name, "attack").run_many(seen, rngs)
-            guess = [to_pixels(r.inputs, test.mean, test.std).clamp(0, 1) for r in found]
-            rows = [score(g, t[None], gallery=gallery) for g, t in zip(guess, truth, strict=True)]
-            scores = {metric: [row[metric][0] for row in rows] for metric in rows[0]}
-            floors = [
-                score_floor(t[None], gallery, derive_rng(seed, "floor", i), gallery=gallery)
-                for i, t in enumerate(truth)
-            ]
-            floor = {
-                k: {m: fmean(f[k][m][0] for f in floors) for m in scores if m in f[k]}
-                for k, f in ((k, floors[0]) for k in floors[0])
-            }
+            truths = torch.split(truth, batch)
+            scores: dict[str, list[float]] = {}
+            floor: dict[str, dict[str, list[float]]] = {}
+            for i, (one, true) in enumerate(zip(found, truths, strict=True)):
+                guess = to_pixels(one.inputs, test.mean, test.std).clamp(0, 1)
+                add(scores, score(guess, true, gallery=gallery))
+                for kind, row in score_floor(true, gallery, derive_rng(seed, "floor", i), gallery=gallery).items():
+                    add(floor.setdefault(kind, {}), row)
             known["attacks"][key] = {
                 "scores": scores,
                 "mean": {m: fmean(v) for m, v in scores.items()},
                 "spread": {m: stdev(v) if len(v) > 1 else 0.0 for m, v in scores.items()},
-                "floor": floor,
+                "floor": {kind: {m: fmean(v) for m, v in row.items()} for kind, row in floor.items()},
                 "seconds": time.perf_counter() - began,
                 "environment": record.environment(),
             }

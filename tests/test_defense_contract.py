@@ -74,7 +74,8 @@ class Client:
 
     def step(self, round_: int = 0, seed: int = 0) -> Step:
         place = self.batch.inputs.device.type
-        step = Step(derive_rng(seed, "0", round_, device=place), round_, self.model, self.batch)
+        rng = derive_rng(seed, "0", round_, device=place)
+        step = Step(rng, round_, self.model, self.batch, num_examples=32)
         if "mask" not in self.defense.needs:
             return step
         return dataclasses.replace(step, mask=self.defense.propose(self.grads, self.init(), step))
@@ -304,7 +305,7 @@ def test_what_arrives_is_what_the_defense_let_out(defense: Defense) -> None:
     veil = Veil(defense, parameters(user.model), seed=0)
     step = user.step()
     sent, _ = user.send()
-    payload = veil.seal(user.grads, 4, model=user.model, batch=user.batch, mask=step.mask)
+    payload = veil.seal(user.grads, 32, model=user.model, batch=user.batch, mask=step.mask)
     arrived = unseal(payload, like=parameters(user.model), within=step.mask)
     assert same(arrived, sent)
 

@@ -7,6 +7,7 @@ import torch
 
 from gradveil import Step, Veil, theory, tree, unseal
 from gradveil.defenses import Hardened
+from gradveil.errors import NeedError
 
 N = 20_000
 
@@ -18,7 +19,7 @@ def gradient(rng: torch.Generator) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("bits", [0, 1, 2, 3])
 @pytest.mark.parametrize("noise", [1.0, 16.0])
 def test_nothing_is_lost_and_the_residual_stays_bounded(bits: int, noise: float, rng: torch.Generator) -> None:
-    veil = Veil(Hardened(noise, bits), gradient(rng), seed=1)
+    veil = Veil(Hardened(noise, 1, bits), gradient(rng), seed=1)
     came, left, norms = torch.zeros(N), torch.zeros(N), []
     for _ in range(40):
         g = gradient(rng)
@@ -35,7 +36,7 @@ def test_noise_taken_back_does_not_add_up(rng: torch.Generator) -> None:
     """With memory the error of the running sum is one noise; without, it grows with the square root of time."""
     errors = {}
     for memory in (1.0, 0.0):
-        veil = Veil(Hardened(noise=4.0, bits=0, memory=memory), gradient(rng), seed=2)
+        veil = Veil(Hardened(noise=4.0, examples=1, bits=0, memory=memory), gradient(rng), seed=2)
         came, left = torch.zeros(N), torch.zeros(N)
         for _ in range(100):
             g = {"w": torch.randn(N, generator=rng), "b": torch.zeros(10)}
@@ -48,7 +49,7 @@ def test_noise_taken_back_does_not_add_up(rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize(("bits", "most"), [(1, 1.05), (2, 1.95), (3, 2.9)])
 def test_bits_on_the_wire(bits: int, most: float, rng: torch.Generator) -> None:
-    veil = Veil(Hardened(64.0, bits), gradient(rng), seed=3)
+    veil = Veil(Hardened(64.0, 1, bits), gradient(rng), seed=3)
     for _ in range(3):
         payload = veil.seal(gradient(rng), 1)
     assert 8 * (payload.nbytes - 100) / N < most
@@ -60,7 +61,7 @@ def test_an_upload_carries_no_more_than_its_bound(rng: torch.Generator) -> None:
     g = torch.randn(400, generator=rng)
     for noise in (20.0, 60.0):
         wins, trials = 0, 2000
-        defense = Hardened(noise, bits=2)
+        defense = Hardened(noise, 1, bits=2)
         state = defense.init({"w": g})
         signs = torch.randint(0, 2, (trials,), generator=rng) * 2 - 1
         for sign in signs:
@@ -74,13 +75,28 @@ def test_an_upload_carries_no_more_than_its_bound(rng: torch.Generator) -> None:
         assert wins / trials > 0.5  # and it does carry something: the bound is not met by sending nothing
 
 
+def test_nothing_leaves_before_enough_examples_are_mixed(rng: torch.Generator) -> None:
+    veil = Veil(Hardened(noise=4.0, examples=32, bits=0), {"w": torch.zeros(N)}, seed=1)
+    came = torch.zeros(N)
+    for i in range(8):
+        g = torch.randn(N, generator=rng)
+        came += g
+        sent = unseal(veil.seal({"w": g}, 8))["w"]
+        assert bool(sent.any()) == (i % 4 == 3)
+        if i == 3:
+            assert float((sent - came).std()) == pytest.approx(16.0, rel=0.05)  # four gradients' worth of noise
+    assert veil.residual is not None
+    with pytest.raises(NeedError, match="how many examples"):
+        Hardened().apply({"w": torch.zeros(3)}, Hardened().init({"w": torch.zeros(3)}), Step(rng))
+
+
 def test_zero_gradients_send_zeros(rng: torch.Generator) -> None:
-    veil = Veil(Hardened(), {"w": torch.zeros(50)}, seed=1)
+    veil = Veil(Hardened(examples=1), {"w": torch.zeros(50)}, seed=1)
     assert not unseal(veil.seal({"w": torch.zeros(50)}, 1))["w"].any()
 
 
 def test_undo_puts_everything_back(rng: torch.Generator) -> None:
-    veil = Veil(Hardened(), gradient(rng), seed=1)
+    veil = Veil(Hardened(examples=1), gradient(rng), seed=1)
     g = gradient(rng)
     veil.undo(veil.seal(g, 1))
     assert veil.residual is not None
@@ -103,7 +119,7 @@ def test_gpu_kernel_does_the_same(bits: int, rng: torch.Generator) -> None:
     grads, held = ([torch.randn(n, generator=rng).cuda() for n in sizes] for _ in range(2))
     totals = [g + h for g, h in zip(grads, held, strict=True)]
     scales = [8.0 * float(g.square().mean().sqrt()) for g in grads]
-    defense = Hardened(8.0, bits)
+    defense = Hardened(8.0, 1, bits)
     Release(defense, grads, held).run(5)
     for sent, rest, total, scale in zip(grads, held, totals, scales, strict=True):
         torch.testing.assert_close(sent + rest, total, rtol=1e-4, atol=1e-3)

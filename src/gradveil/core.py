@@ -48,6 +48,7 @@ class Step:
     model: nn.Module | None = None
     batch: Batch | None = None
     mask: Masks | None = None  # the common positions of an aligned round
+    num_examples: int | None = None  # how many examples this gradient is the mean of
 
     def require_model(self, who: str) -> nn.Module:
         """Return the model or say who needs it."""
@@ -60,6 +61,12 @@ class Step:
         if self.batch is None:
             raise NeedError(f"{who} needs the private batch: pass batch=... to Veil.seal")
         return self.batch
+
+    def require_count(self, who: str) -> int:
+        """Return how many examples the gradient is of, or say who needs it."""
+        if self.num_examples is None:
+            raise NeedError(f"{who} must know how many examples a gradient is of, and was not told")
+        return self.num_examples
 
     def require_mask(self, who: str) -> Masks:
         """Return the common mask or say who needs it."""

@@ -4,6 +4,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 LOOKS_PRUNED = 0.4  # share of exact zeros in the middle tensor from which an upload counts as pruned
 BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
 STALE = 0.3  # weight of an entry that may hold older batches, beside one that cannot
+RUNS = 4  # of a defense, to tell its noise from what it always does
 BENT = 1e-2  # change of the values, relative to their size, that is worth imitating
 
 Response = Callable[[Tensor], Tensor]  # an own gradient [P] -> what the client would have sent of it
@@ -84,37 +86,67 @@ class Imitation:
     def behaviour(self, loss_fn: LossFn) -> list[Behaviour]:
         """Return what the defense does to each tensor of a typical gradient.
 
-        The attacker runs the client's own code, so it needs no list of defenses. What differs between two runs is
-        noise; what both change alike, beyond a factor, is rounding or clipping.
+        The attacker runs the client's own code, so it needs no list of defenses. What differs between runs is noise;
+        what they change alike, beyond a factor, is rounding or clipping.
         """
         rng = torch.Generator().manual_seed(1)
         typical = []
-        for g in gradient(self.model, loss_fn, self.batch).values():
+        for g in gradient(copy.deepcopy(self.model), loss_fn, self.batch).values():
             # A little noise of the tensor's own size: dead units must not pass for pruned ones.
             jitter = torch.randn(g.shape, generator=rng).to(g) * (1e-3 * g.square().mean().sqrt() + 1e-12)
             typical.append((g + jitter).flatten())
         sizes = [t.numel() for t in typical]
-        runs = [self(torch.cat(typical), seed).split(sizes) for seed in (1, 2)]
-        return [_compare(*three) for three in zip(typical, *runs, strict=True)]
+        runs = [self(torch.cat(typical), seed).split(sizes) for seed in range(RUNS)]
+        return [_compare(own, torch.stack(sent)) for own, *sent in zip(typical, *runs, strict=True)]
 
 
-def _compare(own: Tensor, one: Tensor, two: Tensor) -> Behaviour:
-    both = (one != 0) & (two != 0)
-    own, one, two = own[both], one[both], two[both]
+def _compare(own: Tensor, sent: Tensor) -> Behaviour:
+    """Return what was done to one tensor, by what was sent of it in several runs `[RUNS, n]`."""
+    always = (sent != 0).all(0)
+    own, sent = own[always], sent[:, always]
     if not own.numel():
         return Behaviour(True, 0.0, False)
-    noise = float((one - two).square().mean().sqrt()) / 2**0.5
-    factor = (own * one).sum() / own.square().sum().clamp_min(1e-30)
-    bent = float((one - factor * own).square().mean().sqrt())
-    size = float(one.square().mean().sqrt())
-    return Behaviour(bool((~both).any()), noise, noise < BENT * size < bent)
+    noise = float(sent.var(0).mean().sqrt())
+    factor = (own * sent[0]).sum() / own.square().sum().clamp_min(1e-30)
+    bent = float((sent[0] - factor * own).square().mean().sqrt())
+    size = float(sent[0].square().mean().sqrt())
+    return Behaviour(bool((~always).any()), noise, noise < BENT * size < bent)
+
+
+class Understanding(NamedTuple):
+    """What the attacker found out about a client's defense before it looked at any upload."""
+
+    imitation: Imitation | None = None
+    behaviour: list[Behaviour] | None = None  # None: only what arrived is evidence
+
+
+def understand(seen: Observation) -> Understanding:
+    """Return what the defense does to gradients of clients like this one, if it is known and can be imitated."""
+    if seen.defense is None:
+        return Understanding()
+    imitation = Imitation(seen, seen.defense)
+    try:
+        return Understanding(imitation, imitation.behaviour(seen.loss_fn))
+    except (GradveilError, ValueError, RuntimeError) as reason:
+        log.info("%s cannot be imitated (%s): going by what arrived", seen.defense.key(), reason)
+        return Understanding()
 
 
 def forgets(defense: Defense | None) -> bool:
     """Say whether an entry that was sent leaves nothing behind: error feedback round an operator that only selects."""
     if isinstance(defense, Chain):
         return sum(forgets(part) for part in defense.parts) == 1
-    return isinstance(defense, ErrorFeedback)
+    if not isinstance(defense, ErrorFeedback):
+        return False
+    grads = {"probe": torch.randn(1000, generator=torch.Generator().manual_seed(0))}
+    step, state = Step(torch.Generator().manual_seed(0)), defense.inner.init(grads)
+    try:
+        if "mask" in defense.needs:
+            step = replace(step, mask=defense.inner.propose(grads, state, step))
+        sent = defense.inner.apply(grads, state, step)[0]["probe"]
+    except (GradveilError, ValueError):
+        return False
+    return bool(((sent == 0) | (sent == grads["probe"])).all())
 
 
 def freshness(seen: Observation) -> Tensor | float:
@@ -135,22 +167,21 @@ def looks_pruned(grads: Grads) -> bool:
 
 
 def aim(
-    seen: Observation, *, masked: str = "auto", weighting: str = "auto", reapply: str = "auto", band: bool = False
+    seen: Observation,
+    known: Understanding | None = None,
+    *,
+    masked: str = "auto",
+    weighting: str = "auto",
+    reapply: str = "auto",
+    band: bool = False,
 ) -> Target:
     """Return what to compare candidates with; see `GradientMatching` for the arguments.
 
-    Where the defense is unknown, or cannot be imitated without the client, only exact zeros are evidence.
+    `known` saves trying the defense out again for every upload of the same kind of client.
     """
-    known: list[Behaviour] | None = None
-    imitation = None
-    if seen.defense is not None:
-        imitation = Imitation(seen, seen.defense)
-        try:
-            known = imitation.behaviour(seen.loss_fn)
-        except (GradveilError, ValueError, RuntimeError) as reason:
-            log.info("%s cannot be imitated (%s): going by what arrived", seen.defense.key(), reason)
+    known = known or understand(seen)
     guess = Behaviour(looks_pruned(seen.grads), 0.0, False)
-    tensors = list(zip(seen.grads.values(), known or [guess] * len(seen.grads), strict=True))
+    tensors = list(zip(seen.grads.values(), known.behaviour or [guess] * len(seen.grads), strict=True))
     pruned = [masked == "always" or (masked == "auto" and does.prunes) for _, does in tensors]
     weight = torch.cat(
         [
@@ -174,7 +205,7 @@ def aim(
         None if bool((weight == 1).all()) else weight,
         torch.cat([low.flatten() for low, _ in edges]) if band else None,
         torch.cat([high.flatten() for _, high in edges]) if band else None,
-        imitation if bends else None,
+        known.imitation if bends else None,
         min(noise_share, 1.0),
     )
 

@@ -100,7 +100,7 @@ class Imprint(Attack):
         check.at_least(2, bins=self.bins)
         check.fraction(decoys=self.decoys, dead=self.dead)
         check.positive(spread=self.spread, gain=self.gain, decoy_gain=self.decoy_gain)
-        if self.decoys + self.dead > 0.99:
+        if self.decoys + self.dead > 0.9999:
             raise ValueError(f"decoys + dead must leave room for bins, got {self.decoys} + {self.dead}")
 
     @property

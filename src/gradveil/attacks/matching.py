@@ -12,18 +12,18 @@ from torch import Tensor
 from .. import check
 from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..models.inspect import has_batchnorm
-from .adaptive import Target, aim
+from .adaptive import Target, Understanding, aim, understand
 from .bypass import before_bottleneck
 from .cost import MatchingCost, Terms
 from .labels import infer_labels
-from .optimise import Descent, minimise
+from .optimise import Cost, Descent, minimise
 from .simulate import simulator
-from .space import alike, box, device_of, start, trained_statistics
+from .space import alike, box, device_of, enlarge, start, trained_statistics
 
 log = logging.getLogger(__name__)
 
 CPU_BYTES = 2**30  # working memory of one group of candidates on a CPU; beyond it, going on in turns is as fast
-NOISY = 2.5  # total variation per share of noise, where there are as many equations as pixels; found by experiment
+NOISY = 1.5  # total variation per share of noise, where there are as many equations as pixels; found by experiment
 COPIES = 8  # vectors as long as the gradient that one candidate needs
 
 
@@ -62,6 +62,8 @@ class GradientMatching(Attack):
         group: Weight that draws the restarts of one upload together.
         langevin: Noise per step, in learning rates.
         stop: Matching loss at which an upload counts as solved; 0 never stops early.
+        coarse: Search pictures of this side only, enlarged; 0 searches every pixel. What noise leaves of a picture
+            first is its coarse form, and fewer unknowns fit less of the noise.
         split: Whether a client of several local steps used its examples in turn instead of all in every step.
         chunk: Candidates attacked together at most; None fits them to the memory.
     """
@@ -87,6 +89,7 @@ class GradientMatching(Attack):
     group: float = 0.0
     langevin: float = 0.0
     stop: float = 0.0
+    coarse: int = 0
     split: bool = False
     chunk: int | None = None
 
@@ -102,6 +105,7 @@ class GradientMatching(Attack):
         check.at_least(1, steps=self.steps, restarts=self.restarts, chunk=1 if self.chunk is None else self.chunk)
         check.non_negative(tv=self.tv or 0.0, band=self.band, bn=self.bn, l2=self.l2, group=self.group)
         check.non_negative(langevin=self.langevin, stop=self.stop)
+        check.at_least(0, coarse=self.coarse)
 
     @property
     def needs(self) -> frozenset[Knowledge]:
@@ -130,9 +134,10 @@ class GradientMatching(Attack):
                 found |= dict(zip(part, self._fitting([clients[j] for j in part]), strict=True))
         return [found[i] for i in range(len(seen))]
 
-    def aim(self, seen: Observation) -> Target:
-        """Return what candidates for this upload are compared with."""
-        return aim(seen, masked=self.masked, weighting=self.weighting, reapply=self.reapply, band=self.band > 0)
+    def aim(self, seen: Observation, known: Understanding | None = None) -> Target:
+        """Return what candidates for this upload are compared with; `known` saves trying the defense out again."""
+        how = {"masked": self.masked, "weighting": self.weighting, "reapply": self.reapply}
+        return aim(seen, known, band=self.band > 0, **how)
 
     def cost(self, seen: Observation, targets: Sequence[Target], labels: Tensor | None) -> MatchingCost:
         """Return the cost of candidates for uploads of clients like `seen`."""
@@ -185,7 +190,12 @@ class GradientMatching(Attack):
         naive = self.masked == "never" and self.weighting == "none"
         views = [c.seen if naive else before_bottleneck(c.seen) for c in clients]
         first = views[0]
-        aims = [c.target or self.aim(v) for c, v in zip(clients, views, strict=True)]
+        # Clients alike behave alike, but each may be attacked with another knowledge of its defense.
+        known = understand(first) if any(c.target is None for c in clients) else None
+        aims = [
+            c.target or self.aim(v, known if v.defense == first.defense else None)
+            for c, v in zip(clients, views, strict=True)
+        ]
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
         begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
         labels = None
@@ -195,8 +205,13 @@ class GradientMatching(Attack):
         else:
             guessed = [infer_labels(v) if v.labels is None else v.labels.to(begin[0].device) for v in views]
             labels = torch.stack(guessed).repeat_interleave(each, 0)
-        cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
+        cost: Cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
+        if self.coarse:
+            begin[0] = begin[0][..., : self.coarse, : self.coarse].contiguous()
+            cost = enlarged(cost, first.input_shape)
         found, losses, done = minimise(cost, begin, self.descent(), rngs, box(first) if self.box else None)
+        if self.coarse:
+            found[0] = enlarge(found[0], first.input_shape)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each
         return [
             Reconstruction(found[0][i], self._named(c, labels, found, i), float(losses[i]), {"steps": done})
@@ -209,6 +224,11 @@ class GradientMatching(Attack):
         if labels is None:
             return found[1][row].argmax(-1)
         return labels[row] if not labels.is_floating_point() else infer_labels(client.seen)
+
+
+def enlarged(cost: Cost, shape: tuple[int, ...]) -> Cost:
+    """Return the cost of small pictures: that of the same pictures enlarged."""
+    return lambda variables, progress: cost([enlarge(variables[0], shape), *variables[1:]], progress)
 
 
 class _Client(NamedTuple):

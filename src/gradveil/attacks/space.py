@@ -32,6 +32,12 @@ def start(seen: Observation, init: str, rng: torch.Generator) -> Tensor:
     return low + torch.rand(shape, generator=rng, device=rng.device).to(low.device) * (high - low)
 
 
+def enlarge(x: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return small pictures `[N, B, C, h, w]` at the size of an input `(C, H, W)`, bilinearly."""
+    flat = nn.functional.interpolate(x.flatten(0, 1), size=shape[1:], mode="bilinear", align_corners=False)
+    return flat.view(*x.shape[:2], *shape)
+
+
 def alike(seen: Sequence[Observation]) -> list[list[int]]:
     """Return the indices grouped by client: those with equal weights, shapes and settings can be attacked together."""
     groups: list[list[int]] = []

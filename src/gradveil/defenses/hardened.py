@@ -27,45 +27,62 @@ _ERROR = {0: 0.0, 1: 0.3634, 2: 0.1175, 3: 0.0345}
 class Hardened(Defense):
     """Send gradient + residual + noise, rounded to few levels; keep the difference as the next residual.
 
-    `noise` is the standard deviation of the noise in units of the RMS of the gradient tensor. `bits` is what one entry
-    costs on the wire: 1 to 3, or 0 for unrounded floats. `memory` is the share of the noise that is taken back later;
-    1 costs training least, less than 1 bounds what any number of later rounds can add about one batch.
+    `examples` is how many private examples are mixed before anything leaves: a client with smaller batches adds up
+    gradients and uploads nothing until then. `noise` is the standard deviation of the noise in units of the RMS of
+    the gradient tensor. `bits` is what one entry costs on the wire: 1 to 3, or 0 for unrounded floats. `memory` is
+    the share of the noise that is taken back later; 1 costs training least, less than 1 bounds what any number of
+    later rounds can add about one batch.
 
-    Guarantees: one upload carries at most `theory.release_information(n, noise)` nats about the batch. The residual
-    stays within a few multiples of the noise. Empirically (docs/hardened.md) no attack of the library does better
-    than a blind guess. Does not guarantee differential privacy: single examples are not clipped and the scale of the
-    noise follows the data; and whoever holds candidate pictures can still test which of them was used.
+    Guarantees: one upload carries at most `theory.release_information(n, noise)` nats about all its examples
+    together. The residual stays within a few multiples of the noise. Does not guarantee differential privacy: single
+    examples are not clipped and the scale of the noise follows the data; and whoever holds candidate pictures can
+    still test whether one of them was used. docs/hardened.md has the attacks it was measured against.
     """
 
     noise: float = 64.0
+    examples: int = 32
     bits: int = 2
     memory: float = 1.0
 
     def __post_init__(self) -> None:
         check.positive(noise=self.noise)
+        check.at_least(1, examples=self.examples)
         check.fraction(memory=self.memory)
         if self.bits not in _ERROR:
             raise ValueError(f"bits must be 0, 1, 2 or 3, got {self.bits}")
 
     def init(self, params: Grads) -> State:
-        return tree.under("residual", tree.zeros_like(params))
+        waiting = {
+            "mixed": torch.tensor(0),
+            "gradients": torch.tensor(0),
+        }  # examples and gradients since the last upload
+        return {**tree.under("residual", tree.zeros_like(params)), **waiting}
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
+        residual = tree.only("residual", state)
+        if residual.keys() != grads.keys():
+            raise StateError("the residual does not fit this gradient: start from defense.init(params)")
+        count = 1 if self.examples == 1 else step.require_count(self.key())
+        mixed, gradients = state["mixed"] + count, state["gradients"] + 1
+        if int(mixed) < self.examples:
+            held = tree.under("residual", tree.add(residual, grads))
+            return tree.zeros_like(grads), {**held, "mixed": mixed, "gradients": gradients}
         sent, held = {}, {}
         for name, g in grads.items():
-            if f"residual.{name}" not in state:
-                raise StateError(f"the residual does not fit this gradient ({name}): start from defense.init(params)")
             normal = torch.randn(g.shape, generator=step.rng, device=step.rng.device).to(g)
-            rows = (t.reshape(1, -1) for t in (g, state[f"residual.{name}"], normal))
-            out, kept = self.release(*rows)
-            sent[name], held[name] = out.view(g.shape), kept.view(g.shape)
-        return sent, tree.under("residual", held)
+            flat = [t.reshape(1, -1) for t in (g, residual[name], normal)]
+            out, rest = self.release(flat[0], flat[1], flat[2], int(gradients))
+            sent[name], held[name] = out.view(g.shape), rest.view(g.shape)
+        return sent, {**tree.under("residual", held), "mixed": torch.tensor(0), "gradients": torch.tensor(0)}
 
-    def release(self, grads: Tensor, residual: Tensor, normal: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (sent, next residual) of one tensor of several clients `[users, n]`, given standard normal noise."""
+    def release(self, grads: Tensor, residual: Tensor, normal: Tensor, gradients: int = 1) -> tuple[Tensor, Tensor]:
+        """Return (sent, next residual) of one tensor of several clients `[users, n]`, given standard normal noise.
+
+        Where several gradients were mixed, the noise is as if they all pointed the same way: never too small.
+        """
         if not grads.numel():
             return grads, residual
-        scale = self.noise * grads.square().mean(-1, keepdim=True).sqrt()
+        scale = self.noise * gradients * grads.square().mean(-1, keepdim=True).sqrt()
         noise = normal * scale
         total = grads + residual
         sent = self._round(total + noise, scale)
@@ -76,7 +93,7 @@ class Hardened(Defense):
         return tree.only("residual", state)
 
     def take_back(self, sent: Grads, state: State) -> State:
-        return tree.under("residual", tree.add(tree.only("residual", state), sent))
+        return {**state, **tree.under("residual", tree.add(tree.only("residual", state), sent))}
 
     def levels(self) -> list[float]:
         """Return the magnitudes that can be sent, in units of the noise; none if values are not rounded."""

@@ -5,7 +5,7 @@ A protector owns the users' defense states. `step` may overwrite the gradients a
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -199,7 +199,7 @@ class Each(Protector):
             chosen = self._job.proposer(round_)
             self.mask = self.defense.propose(self._views[chosen], self._states[chosen], steps[chosen])
         for user, (views, step) in enumerate(zip(self._views, steps, strict=True)):
-            masked = Step(step.rng, round_, step.model, step.batch, self.mask)
+            masked = replace(step, mask=self.mask)
             sent, self._states[user] = self.defense.apply(views, self._states[user], masked)
             tree.require_finite(sent)
             for name, view in views.items():
@@ -208,7 +208,7 @@ class Each(Protector):
 
     def _step_of(self, user: int, round_: int, batch: Batch) -> Step:
         rng = derive_rng(self._job.settings.seed, str(user), round_, device=self._job.device.type)
-        return Step(rng, round_, self._job.model, batch)
+        return Step(rng, round_, self._job.model, batch, num_examples=len(batch.labels))
 
     def states(self) -> list[State]:
         return self._states
@@ -236,7 +236,7 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
         return Band(defense, operator, rows)
     if type(operator) is AlignedDualPrune:
         return Aligned(defense, operator, rows, job)
-    if type(defense) is Hardened:
+    if type(defense) is Hardened and min(job.feed.sizes) >= defense.examples:
         return Noisy(defense, rows, job)
     return Each(defense, rows, job)
 
