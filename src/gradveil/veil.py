@@ -109,7 +109,7 @@ class Veil:
         if num_examples < 1:
             raise ValueError(f"num_examples must be at least 1, got {num_examples}")
         self._check(grads)
-        step = self._step(model, batch, mask)
+        step = self._step(model, batch, mask, num_examples)
         started = time.perf_counter()
         sent, state = self.defense.apply(grads, self._state, step)
         tree.require_finite(sent)
@@ -185,10 +185,12 @@ class Veil:
             raise StateError(f"cannot read the client state {path}: {error}") from error
         self.load_state_dict(saved)
 
-    def _step(self, model: nn.Module | None, batch: Batch | None, mask: Masks | None) -> Step:
+    def _step(
+        self, model: nn.Module | None, batch: Batch | None, mask: Masks | None, num_examples: int | None = None
+    ) -> Step:
         device = next((t.device.type for t in self._like.values()), "cpu")
         rng = derive_rng(self._seed, self.client, self.round, device=device)
-        return Step(rng=rng, round=self.round, model=model, batch=batch, mask=mask)
+        return Step(rng, self.round, model, batch, mask, num_examples)
 
     def _check(self, grads: Grads) -> None:
         if grads.keys() != self._like.keys():
