@@ -323,7 +323,7 @@ def test_it_works_where_the_gradient_lives(defense: Defense) -> None:
     assert same(sent, user.send()[0])
     arrived = unseal(
         Veil(defense, parameters(user.model), seed=0).seal(
-            user.grads, 4, model=user.model, batch=user.batch, mask=user.step().mask
+            user.grads, 32, model=user.model, batch=user.batch, mask=user.step().mask
         ),
         like=parameters(user.model),
         within=user.step().mask,

@@ -52,11 +52,9 @@ class Hardened(Defense):
             raise ValueError(f"bits must be 0, 1, 2 or 3, got {self.bits}")
 
     def init(self, params: Grads) -> State:
-        waiting = {
-            "mixed": torch.tensor(0),
-            "gradients": torch.tensor(0),
-        }  # examples and gradients since the last upload
-        return {**tree.under("residual", tree.zeros_like(params)), **waiting}
+        # Examples and gradients since the last upload; beside the tensors, so that all state is in one place.
+        zero = torch.zeros((), dtype=torch.int64, device=next((p.device for p in params.values()), None))
+        return {**tree.under("residual", tree.zeros_like(params)), "mixed": zero, "gradients": zero.clone()}
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         residual = tree.only("residual", state)
@@ -73,7 +71,8 @@ class Hardened(Defense):
             flat = [t.reshape(1, -1) for t in (g, residual[name], normal)]
             out, rest = self.release(flat[0], flat[1], flat[2], int(gradients))
             sent[name], held[name] = out.view(g.shape), rest.view(g.shape)
-        return sent, {**tree.under("residual", held), "mixed": torch.tensor(0), "gradients": torch.tensor(0)}
+        none = torch.zeros_like(mixed)
+        return sent, {**tree.under("residual", held), "mixed": none, "gradients": none.clone()}
 
     def release(self, grads: Tensor, residual: Tensor, normal: Tensor, gradients: int = 1) -> tuple[Tensor, Tensor]:
         """Return (sent, next residual) of one tensor of several clients `[users, n]`, given standard normal noise.
