@@ -134,7 +134,7 @@ def test_a_cell_is_one_file_with_every_picture_and_is_not_run_twice(in_scratch: 
     assert "QUICK" in result["note"]
     assert {"command", "environment", "seconds", "seed", "n", "victims", "paper"} <= result.keys()
     assert result["environment"].keys() >= {"commit", "cpu", "gpu", "time"}
-    assert result["paper"]["main"] == {"lpips": 0.316, "ssim": 0.287}
+    assert result["paper"]["main: IG on ResNet18: dgp"] == {"lpips": 0.316, "ssim": 0.287}
     assert all(len(values) == 2 for values in result["scores"].values())
     assert {"ssim", "paper_ssim"} <= result["scores"].keys()
     assert 0.5 < result["distance"][0] < 1
@@ -349,6 +349,10 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
 )
 def test_the_validator_says_what_is_wrong(card: dict[str, Any], change: dict[str, Any], complaint: str) -> None:
     assert any(complaint in text for text in cards.problems({**card, **change}))
+
+
+def test_the_example_on_the_page_is_valid() -> None:
+    assert cards.problems(board.EXAMPLE) == []
 
 
 def test_only_attackers_who_know_the_defense_count(card: dict[str, Any]) -> None:

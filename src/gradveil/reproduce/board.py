@@ -1,5 +1,6 @@
 """docs/leaderboard.md, rendered from the cards."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +24,60 @@ SUBMIT = """
 1. Attack your defense with the strongest adaptive attackers you can find, at least one on the client's first upload:
    `gradveil reproduce beyond --scale full`, `gradveil audit`, or code of your own. An attacker who does not know the
    defense does not count. 20 pictures or more, none chosen by hand.
-2. Write `results/cards/NAME.json`. `gradveil leaderboard card DEFENSE` makes one from recorded results; the fields are
-   those of any card there. `source` says where the code is, `evidence` where the scores of every single picture are.
+2. Write `results/cards/NAME.json` like the example below; `gradveil leaderboard card DEFENSE` makes one from recorded
+   results. `text` builds the defense in gradveil, or names it as `package.module:Class`, which the validator does not
+   import. `source` says where its code is, `evidence` where the scores of every single picture are. SSIM and LPIPS are
+   means over `n` pictures, `blind_ssim` is the best blind guess at the same pictures, bytes are of one upload.
+   `accuracy` may be left out.
 3. `gradveil leaderboard check results/cards/NAME.json` must find nothing wrong; `gradveil leaderboard render` rewrites
    this page. Open a pull request with the card, the page and the evidence.
 
 A card is replaced when somebody shows a stronger attack on it: send the result file, whoever made the defense.
+
+```json
+{example}
+```
 """
+EXAMPLE: dict[str, Any] = {
+    "schema": 1,
+    "defense": "my pruning",
+    "text": "error_feedback(top_k(keep=0.1))",
+    "by": "your name",
+    "date": "2026-01-31",
+    "source": "https://example.org/where-the-code-is",
+    "setting": {"model": "resnet18", "data": "cifar10", "batch_size": 1, "pictures": 20},
+    "threats": [
+        {
+            "threat": "first upload",
+            "attack": "inverting_gradients(steps=2500)",
+            "adaptive": True,
+            "ssim": 0.93,
+            "lpips": 0.01,
+            "blind_ssim": 0.12,
+            "n": 20,
+            "evidence": "https://example.org/scores.json",
+        }
+    ],
+    "accuracy": {
+        "percent": 92.9,
+        "undefended_percent": 93.5,
+        "setting": "resnet18, cifar10, 100 epochs, 3 seeds",
+        "evidence": "https://example.org/training.json",
+    },
+    "bytes": {"up": 3500000, "dense": 44695848},
+}
 
 
 def render(folder: Path) -> str:
     """Return the page for the cards in `folder / "cards"`; raises `ConfigError` for one that is not valid."""
     found = [cards.load(path) for path in sorted((folder / "cards").glob("*.json"))]
     threats = "\n".join(f"- **{name}**: {text}." for name, text in cards.THREATS.items())
-    text = HEAD.format(threats=threats)
+    text, submit = HEAD.format(threats=threats), SUBMIT.format(example=json.dumps(EXAMPLE, indent=2))
     if not found:
-        return text + "\nNo card yet.\n" + SUBMIT
+        return text + "\nNo card yet.\n" + submit
     rows = [["defense", *cards.THREATS, "accuracy, % (undefended)", "upload / dense", "setting", "by"]]
     rows += [_row(card) for card in sorted(found, key=lambda card: (_excess(card), card["defense"]))]
-    return text + "\n" + table(rows) + SUBMIT
+    return text + "\n" + table(rows) + submit
 
 
 def _excess(card: dict[str, Any]) -> float:

@@ -136,7 +136,7 @@ def _head(cell: Cell, session: Session, seconds: float) -> dict[str, Any]:
     """Return what every result file begins with."""
     kind = {AttackCell: "attack", TrainingCell: "training", CostCell: "cost"}[type(cell)]
     beside = {
-        name: entry.paper
+        f"{name}: {entry.part}: {entry.label}": entry.paper
         for name in TABLES
         for entry in entries(name, session.scale, cell.seed)
         if entry.cell == cell and entry.paper
