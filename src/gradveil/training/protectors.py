@@ -180,6 +180,11 @@ class Noisy(_Feedback):
             held.copy_(rest[0])
         return self.rows.grads
 
+    def states(self) -> list[State]:
+        # Every batch is large enough to be released at once, so nothing is ever waiting.
+        none = torch.tensor(0)
+        return [{**state, "mixed": none, "gradients": none.clone()} for state in super().states()]
+
 
 class Each(Protector):
     """Any other defense, user by user, exactly as a `Veil` would apply it."""
