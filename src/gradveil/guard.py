@@ -35,8 +35,9 @@ BAND = 8  # lowest frequencies each way: nine tenths of what natural pictures co
 SOME = 32  # rows enough to tell how large a column is
 DIMS = 96  # of a row's sketch
 COLOUR = 0.3  # how much a picture's channels differ from their mean, against that mean
-ALIKE = 0.5  # correlation below which two rows measure different things
-NESTED = 0.5  # thresholds so far apart, against the spread of the difference, nest the rows
+ALIKE = 0.8  # correlation below which two rows measure different things
+NESTED = 1.0  # thresholds so far apart, against the spread of the difference, nest the rows
+DEAD = 1e-6  # a row so small against the middle one is a dead unit, not a measurement
 RARE = 0.5  # a threshold so many spreads off the centre: a unit fires for under a third of the pictures or over two
 UNNORMALISED = 1.9  # mean over spread of pixels in 0..1
 SAME = 1e-6  # relative change below which the model is the one of the last round
@@ -103,7 +104,7 @@ bias=True)'): no gradient is computed on it
     """
 
     pinned: tuple[str, ...] | None = None
-    sorting: float = 0.1
+    sorting: float = 0.15
     traps: float = 0.25
     gain: float = 100.0
     jump: float | None = 0.75
@@ -195,7 +196,8 @@ bias=True)'): no gradient is computed on it
             return None
         bias = None if bias is None else bias.detach()[chosen].float()
         looks = [sketched(rows, rng)] + ([] if shape is None else [low_band(rows, shape)])
-        nested = max(nested_share(look, bias) for look in looks)
+        widest = max(look.shape[1] for look in looks)
+        nested = nested_share(torch.stack([F.pad(look, (0, widest - look.shape[1])) for look in looks]), bias)
         if nested > self.sorting:
             return f"{nested:.0%} of its rows sort pictures into bins (an imprint)"
         if first and bias is not None:
@@ -233,33 +235,33 @@ def fingerprint(model: nn.Module | Tensors) -> tuple[str, ...]:
     return (*modules, *(f"{n} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in tensors))
 
 
-def nested_share(look: Tensor, bias: Tensor | None) -> float:
-    """Return the share of rows nested in another one; `look` `[rows, k]` holds what each row measures.
+def nested_share(looks: Tensor, bias: Tensor | None) -> float:
+    """Return the share of rows nested in another one; `looks` `[looks, rows, k]` holds what each row measures.
 
-    The inner product of two rows of `look` stands for the covariance of their measurements over natural pictures. The
-    thresholds of a layer without a bias are unknown, so there every parallel pair counts.
+    The inner product of two rows of a look stands for the covariance of their measurements over natural pictures; the
+    look that finds most counts. The thresholds of a layer without a bias are unknown: there every parallel pair counts.
 
-    >>> rows = torch.eye(4).repeat_interleave(2, 0)
+    >>> rows = torch.eye(4).repeat_interleave(2, 0)[None]
     >>> nested_share(rows, torch.zeros(8)), nested_share(rows, torch.arange(8.0))
     (0.0, 1.0)
     """
-    spread = look.norm(dim=1)
-    alive = spread > 1e-6 * spread.max()
-    if int(alive.sum()) < 2:
-        return 0.0
-    units = look[alive] / spread[alive, None]
-    cosine = units @ units.T
-    cosine.fill_diagonal_(0)
-    alike = cosine.abs().clamp_max(1)
-    difference = (2 * (1 - alike)).sqrt()  # spread of the difference of two standardised measurements
+    spread = looks.norm(dim=-1)
+    alive = spread > DEAD * spread.median(-1, keepdim=True).values
+    spread = spread.clamp_min(torch.finfo(spread.dtype).tiny)
+    units = looks / spread[..., None]
+    cosine = units @ units.mT
+    cosine.diagonal(dim1=-2, dim2=-1).zero_()
+    alike = cosine.abs()
+    difference = (2 - 2 * alike).clamp_min(0).sqrt()  # spread of the difference of two standardised measurements
     if bias is None:
         nested = difference < 0.1
     else:
-        threshold = -bias[alive] / spread[alive]
-        gap = (threshold[:, None] - cosine.sign() * threshold).abs()
+        threshold = -bias / spread
+        gap = (threshold[..., None] - cosine.sign() * threshold[..., None, :]).abs()
         # Equal rows with equal thresholds are one row twice: rounding must not part them.
         nested = (alike > ALIKE) & (gap > NESTED * difference + 1e-3)
-    return float(nested.any(1).float().mean())
+    nested &= alive[..., None] & alive[..., None, :]
+    return float((nested.any(-1).sum(-1) / alive.sum(-1).clamp_min(1)).max())
 
 
 def rare_share(rows: Tensor, bias: Tensor, look: Tensor) -> float:
@@ -268,7 +270,7 @@ def rare_share(rows: Tensor, bias: Tensor, look: Tensor) -> float:
     The mean of pixels in 0..1 moves honest thresholds either way; only what moves more one way than the other counts.
     """
     spread = look.norm(dim=1)
-    alive = spread > 1e-6 * spread.max()
+    alive = spread > DEAD * spread.median()
     threshold = -bias[alive] / spread[alive]
     by_bias = float((threshold.abs() > RARE).float().mean())
     shifted = threshold - UNNORMALISED * rows.sum(1)[alive] / spread[alive]

@@ -1,0 +1,309 @@
+"""Planted models are refused, honest ones pass. `examples/guard_rates.py` measures the rates over many seeds."""
+
+import copy
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
+
+from gradveil import Batch, Identity, Veil, dgp
+from gradveil.attacks.imprint import Imprint
+from gradveil.attacks.traps import TrapWeights
+from gradveil.cli import app
+from gradveil.cli import commands as _commands  # noqa: F401
+from gradveil.data import load
+from gradveil.errors import GuardError, StateError
+from gradveil.gradients import gradient, parameters
+from gradveil.guard import Guard, Seen, fingerprint, low_band, nested_share, sketched
+from gradveil.models import build
+
+PHOTOS = load("photos", split="test")
+SHAPE = PHOTOS.input_shape
+SMALL = ["lenet", 'lenet(init="default")', "cnn6", "mlp", "mlp(hidden=64)"]
+
+
+def rng(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def model(name: str, seed: int = 0, shape: tuple[int, ...] = SHAPE, classes: int = 10) -> nn.Module:
+    return build(name, num_classes=classes, input_shape=shape, seed=seed)
+
+
+def findings(net: nn.Module, shape: tuple[int, ...] | None = SHAPE, seed: int = 0) -> list[str]:
+    return [str(f) for f in Guard().inspect(net, input_shape=shape, rng=rng(seed))]
+
+
+def written(noise: float = 0.0, used: float = 1.0, measure: str = "mean", seed: int = 0) -> nn.Module:
+    """Return a perceptron whose own first layer sorts pictures: rows permuted, scaled, and hidden in noise."""
+    net = model("mlp", seed)
+    layer = net.get_submodule("features.1")
+    rows, pixels = 256, math.prod(SHAPE)
+    order = torch.randperm(rows, generator=rng(seed))[: int(used * rows)]
+    row = torch.ones(pixels) if measure == "mean" else torch.randn(pixels, generator=rng(seed))
+    extra = torch.randn(len(order), pixels, generator=rng(seed + 1))
+    extra *= noise * row.norm() / extra.norm(dim=1, keepdim=True)
+    gains = 0.5 + torch.rand(len(order), 1, generator=rng(seed + 2))
+    seen = PHOTOS.batch(range(60)).inputs.flatten(1) @ row
+    thresholds = seen.mean() + seen.std() * torch.special.ndtri((torch.arange(len(order)) + 0.5) / len(order))
+    with torch.no_grad():
+        layer.weight[order] = gains * (row + extra)
+        layer.bias[order] = -gains[:, 0] * thresholds
+    return net
+
+
+# What must be refused
+
+
+@pytest.mark.parametrize("defense", [None, dgp()], ids=["plain", "decoys and dead rows"])
+@pytest.mark.parametrize(("name", "bins"), [("lenet", 50), ("lenet", 1000), ("cnn6", 200), ("mlp", 400)])
+def test_an_imprint_in_front_of_a_model_is_refused(name, bins, defense):
+    planted = Imprint(bins=bins).fitted(defense, PHOTOS.mean, PHOTOS.std).plant(model(name), SHAPE, rng())
+    assert "bins" in " ".join(findings(planted))
+    assert findings(planted, shape=None)
+    with pytest.raises(GuardError, match="adds"):
+        Guard.pin(model(name)).admit(planted)
+
+
+@pytest.mark.parametrize("connection", ["linear", "addition"])
+@pytest.mark.parametrize("measure", ["fourier", "avg", "randn", "rand"])
+def test_the_published_imprint_is_refused_with_every_measurement(measure, connection):
+    pixels, bins = math.prod(SHAPE), 100
+    row = {
+        "fourier": torch.cos(math.pi / pixels * (torch.arange(pixels) + 0.5) * 32) * 128 / pixels,
+        "avg": torch.ones(pixels) / pixels,
+        "randn": torch.randn(pixels, generator=rng()) / math.sqrt(pixels),
+        "rand": torch.rand(pixels, generator=rng()) / pixels,
+    }[measure]
+    first = nn.Linear(pixels, bins)
+    with torch.no_grad():
+        first.weight.copy_(1e-3 * row.expand(bins, -1))
+        first.bias.copy_(-1e-3 * torch.special.ndtri((torch.arange(bins) + 0.5) / bins))
+    back = nn.Linear(bins, pixels) if connection == "linear" else nn.AvgPool1d(bins)
+    assert findings(nn.Sequential(nn.Flatten(), first, nn.ReLU(), back))
+
+
+@pytest.mark.parametrize("share", [0.01, 0.05, 0.2])
+def test_trap_weights_are_refused(share):
+    trapped = TrapWeights(share=share).plant(model("mlp"), SHAPE, rng())
+    assert "trap" in findings(trapped)[0]
+
+
+def test_traps_that_use_the_mean_of_the_pixels_are_refused():
+    net = model("mlp")
+    layer = net.get_submodule("features.1")
+    half = torch.rand(256, math.prod(SHAPE) // 2, generator=rng())
+    mirrored = torch.cat([half, -1.05 * half], 1)
+    with torch.no_grad():
+        for i in range(256):
+            layer.weight[i] = mirrored[i, torch.randperm(mirrored.shape[1], generator=rng(i))]
+    assert "trap" in findings(net)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"noise": 0.3},
+        {"noise": 10.0},
+        {"used": 0.5},
+        {"used": 0.25, "noise": 1.0},
+        {"measure": "random"},
+        {"measure": "random", "noise": 0.3},
+    ],
+    ids=str,
+)
+def test_an_imprint_in_the_models_own_layer_is_refused(settings):
+    for seed in range(3):
+        net = written(seed=seed, **settings)
+        assert fingerprint(net) == fingerprint(model("mlp"))
+        assert findings(net, seed=seed)
+
+
+# What must pass
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_fresh_models_pass(name):
+    for seed in range(12):
+        shape = (SHAPE, (1, 28, 28), (1, 8, 8), (3, 48, 48))[seed % 4]
+        net = model(name, seed, shape, (10, 100)[seed % 2])
+        assert findings(net, shape, seed) == []
+        assert findings(net, None, seed) == []
+        assert findings(copy.deepcopy(net).bfloat16(), shape, seed) == []
+
+
+@pytest.mark.parametrize("name", ["vgg11", "resnet18"])
+def test_deep_models_pass_fresh_and_after_steps(name):
+    net = model(name)
+    veil = Veil(Identity(), parameters(net), seed=0)
+    for step in range(2):
+        batch = PHOTOS.batch(range(2 * step, 2 * step + 2))
+        veil.protect(net, cross_entropy, batch)
+        sgd(net, batch, 0.01)
+
+
+@pytest.mark.parametrize(("name", "lr"), [("lenet", 0.1), ("mlp", 0.05), ("cnn6", 0.01)])
+@pytest.mark.parametrize("decay", [0.0, 1e-2])
+def test_training_passes_round_after_round(name, lr, decay):
+    digits = load("digits")
+    net = model(name, 0, digits.input_shape)
+    guard, seen = Guard.pin(net, repeats=0), None
+    for step in range(100):
+        batch = digits.batch(range(32 * (step % 40), 32 * (step % 40) + 32))
+        if step % 5 == 0:
+            seen = guard.admit(net, seen, input_shape=digits.input_shape, rng=rng(step))
+        sgd(net, batch, lr, decay)
+    for changed in (pruned(net), dead(net)):
+        assert findings(changed, digits.input_shape) == []
+
+
+def sgd(net: nn.Module, batch: Batch, lr: float, decay: float = 0.0) -> None:
+    params = dict(net.named_parameters())
+    for name, g in gradient(net, cross_entropy, batch).items():
+        params[name].data.mul_(1 - lr * decay).sub_(g, alpha=lr)
+
+
+def pruned(net: nn.Module) -> nn.Module:
+    out = copy.deepcopy(net)
+    for p in out.parameters():
+        if p.ndim > 1:
+            p.data[p.abs() < p.abs().flatten().quantile(0.9)] = 0
+    return out
+
+
+def dead(net: nn.Module) -> nn.Module:
+    out = copy.deepcopy(net)
+    for p in out.parameters():
+        p.data[: len(p) // 2] = 0
+    return out
+
+
+def test_equal_rows_with_equal_thresholds_pass():
+    net = model("mlp")
+    layer = net.get_submodule("features.1")
+    with torch.no_grad():
+        layer.weight.copy_((layer.weight[:1] - layer.weight[:1].mean()).expand(256, -1))
+        layer.bias.zero_()
+    assert findings(net) == []
+
+
+# The looks
+
+
+def test_the_low_band_foretells_how_measurements_of_photos_correlate():
+    rows = torch.randn(40, math.prod(SHAPE), generator=rng())
+    measured = torch.corrcoef(rows @ load("photos").batch(range(400)).inputs.flatten(1).T)
+    look = low_band(rows, SHAPE)
+    units = look / look.norm(dim=1, keepdim=True)
+    pairs = torch.triu_indices(40, 40, 1)
+    both = torch.stack([measured[pairs[0], pairs[1]], (units @ units.T)[pairs[0], pairs[1]]])
+    assert float(torch.corrcoef(both)[0, 1]) > 0.7
+    unmoved = rows @ load("photos").batch(range(400)).inputs.flatten(1).T
+    assert float((look.norm(dim=1) / unmoved.std(1)).median()) == pytest.approx(1, abs=0.35)
+
+
+def test_a_sketch_keeps_angles():
+    rows = torch.randn(20, 1000, generator=rng())
+    rows[1] = -2 * rows[0]
+    sketch = sketched(rows, rng(1))
+    assert torch.allclose(sketch[1], -2 * sketch[0], atol=1e-3)
+    assert float((sketch.norm(dim=1) / rows.norm(dim=1) - 1).abs().max()) < 0.35
+
+
+def test_rows_nest_where_the_gap_exceeds_the_jitter():
+    base, other = torch.eye(2)
+
+    def share(noise: float, gap: float) -> float:
+        rows = torch.stack([base, base + noise * other])[None]
+        return nested_share(rows, torch.tensor([0.0, gap]))
+
+    assert share(0.1, 0.5) == 1
+    assert share(0.1, 0.01) == 0
+    assert share(2.0, 0.5) == 0
+
+
+# The shell
+
+
+def private() -> Batch:
+    return PHOTOS.batch(range(4))
+
+
+def test_the_shell_refuses_before_anything_is_computed():
+    planted = Imprint().fitted(None, PHOTOS.mean, PHOTOS.std).plant(model("lenet"), SHAPE, rng())
+    calls: list[int] = []
+    planted.register_forward_hook(lambda *_: calls.append(1))
+    veil = Veil(dgp(), parameters(planted), seed=0)
+    with pytest.raises(GuardError, match=r"imprint\.measure"):
+        veil.protect(planted, cross_entropy, private())
+    assert not calls
+    assert veil.round == 0
+    assert Veil(dgp(), parameters(planted), seed=0, guard=None).protect(planted, cross_entropy, private()).nbytes
+
+
+def test_what_arrives_first_is_pinned_and_survives_a_restart(tmp_path):
+    net = model("mlp")
+    veil = Veil(dgp(), parameters(net), seed=0)
+    veil.protect(net, cross_entropy, private())
+    veil.save(tmp_path / "state.safetensors")
+    again = Veil(dgp(), parameters(net), seed=5)
+    again.load(tmp_path / "state.safetensors")
+    other = nn.Sequential(net, nn.Identity())
+    for shell in (veil, again):
+        with pytest.raises(GuardError, match="not the one you defined"):
+            shell.protect(other, cross_entropy, private())
+        with pytest.raises(GuardError, match=r"changed by .* since the last round"):
+            shell.protect(model("mlp", seed=3), cross_entropy, private())
+        shell.protect(net, cross_entropy, private())
+    with pytest.raises(StateError, match="guard"):
+        Seen.from_state_dict({"structure": torch.zeros(1, dtype=torch.uint8)})
+
+
+def test_a_model_that_never_changes_is_refused_if_asked():
+    net = model("lenet")
+    veil = Veil(dgp(), parameters(net), guard=Guard.pin(net, repeats=1))
+    veil.protect(net, cross_entropy, private())
+    veil.protect(net, cross_entropy, private())
+    with pytest.raises(GuardError, match="3 times in a row"):
+        veil.protect(net, cross_entropy, private())
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
+def test_a_layer_swapped_in_mid_training_is_refused_at_any_scale(size):
+    net = model("cnn6")
+    seen = Guard().admit(net)
+    conv = net.get_submodule("features.2")
+    conv.weight.data = size * torch.randn(conv.weight.shape, generator=rng()) * conv.weight.data.std()
+    with pytest.raises(GuardError, match=r"features\.2: it changed"):
+        Guard().admit(net, seen)
+    assert isinstance(Guard(jump=None).admit(net, seen), Seen)
+
+
+def test_plain_tensors_are_guarded_too():
+    def tensors(net: nn.Module) -> dict[str, Tensor]:
+        return parameters(net)
+
+    seen = Guard().admit(tensors(model("mlp")))
+    with pytest.raises(GuardError, match=r"features\.1"):
+        Guard(jump=None).admit(tensors(written()), seen)
+
+
+@pytest.mark.parametrize("bad", [{"sorting": 2.0}, {"traps": -1.0}, {"gain": 0.0}, {"jump": -1.0}, {"repeats": -1}])
+def test_bad_limits_are_named(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        Guard(**bad)
+
+
+def test_the_command_tells_honest_weights_from_planted_ones(tmp_path):
+    file = tmp_path / "arrived.safetensors"
+    save_file(written().state_dict(), file)
+    runner = CliRunner()
+    bad = runner.invoke(app, ["guard", "mlp", "--weights", str(file)])
+    assert bad.exit_code == 1
+    assert "features.1" in bad.output
+    assert runner.invoke(app, ["guard", "mlp"]).exit_code == 0
