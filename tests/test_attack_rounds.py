@@ -1,0 +1,108 @@
+"""Attackers who remember what a client sent before."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from gradveil.attacks import Chained, GradientMatching, Joint, RepeatedRounds
+from gradveil.attacks.adaptive import flat, forgets, freshness
+from gradveil.attacks.rounds import accumulated, averaged, feeds_back
+from gradveil.defenses import Chain, DualPrune, ErrorFeedback, GaussianNoise, Quantize, TopK, dgp
+from gradveil.errors import NeedError
+from gradveil.gradients import gradient
+
+from .attack_kit import batch, model, rngs, rounds, ssim
+
+THREE = [batch(i) for i in range(3)]
+QUICK = GradientMatching(steps=120, lr=0.2, decay="cosine", tv=2e-2)
+
+
+def test_accumulated_uploads_give_the_gradient_exactly(rng):
+    g = torch.randn(200, generator=rng)
+    residual, sent = torch.zeros(200), []
+    for _ in range(8):
+        total = g + residual
+        order = total.abs().argsort(descending=True)
+        kept = torch.zeros(200).index_fill(0, order[10:50], 1.0)
+        sent.append(total * kept)
+        residual = total * (1 - kept)
+    uploads = torch.stack(sent)
+    for first, whole in ((0, True), (3, False)):
+        found, known = accumulated(uploads[first:], whole)
+        assert int(known.sum()) >= 50
+        assert torch.allclose(found[known], g[known], rtol=1e-5)
+    mean, ever = averaged(uploads)
+    assert torch.equal(ever, (uploads != 0).any(0))
+    assert torch.isfinite(mean).all()
+
+
+def test_repeating_the_model_wears_error_feedback_out():
+    net = model("cnn6")
+    seen = rounds(net, [THREE[0]] * 8, dgp(), lr=0.0)
+    target = RepeatedRounds().target(seen)
+    truth = flat(gradient(net, seen.loss_fn, THREE[0]))
+    known = target.weight != 0
+    assert float(known.float().mean()) > 0.5
+    assert torch.allclose(target.sent[known], truth[known], rtol=1e-3, atol=1e-7)
+    assert ssim(RepeatedRounds(QUICK), [seen], THREE[:1]) > ssim(QUICK, [replace(seen, earlier=())], THREE[:1]) + 0.1
+
+
+def test_other_weights_are_not_a_repetition():
+    seen = rounds(model(), THREE[:2], dgp(), lr=0.1)
+    with pytest.raises(NeedError, match="repeat"):
+        RepeatedRounds().run(seen, rngs(1)[0])
+
+
+def test_a_chain_from_round_to_round_undoes_error_feedback():
+    seen = rounds(model("cnn6"), THREE, dgp())
+    alone = ssim(QUICK, [replace(seen, earlier=())], THREE[2:])
+    assert ssim(Chained(QUICK), [seen], THREE[2:]) > alone + 0.08
+
+
+def test_rounds_searched_together_undo_error_feedback():
+    seen = rounds(model("cnn6"), THREE, dgp())
+    alone = ssim(QUICK, [replace(seen, earlier=())], THREE[2:])
+    assert ssim(Joint(QUICK, rounds=2), [seen], THREE[2:]) > alone + 0.1
+    found = Joint(replace(QUICK, steps=2), rounds=3).run(seen, rngs(1)[0])
+    assert [x.shape for x in found.info["earlier"]] == [THREE[0].inputs.shape] * 2
+
+
+def test_the_truth_of_all_rounds_costs_nothing_together():
+    from gradveil.attacks.joint import JointCost
+
+    for defense in (dgp(), ErrorFeedback(TopK(0.1)), ErrorFeedback(Chain(DualPrune(), Quantize(2)))):
+        seen = rounds(model(), THREE, defense)
+        attack = Joint(QUICK, rounds=3)
+        cost = JointCost([attack._window(seen)], QUICK)
+        x = torch.cat([b.inputs for b in THREE])[None]
+        assert float(cost([x], torch.ones(()))[1].detach()) < 1e-4
+
+
+def test_an_entry_sent_last_round_is_fresh():
+    seen = rounds(model(), THREE[:2], dgp())
+    fresh = flat(seen.earlier[0].grads) != 0
+    both = fresh & (flat(seen.grads) != 0)
+    truth = flat(gradient(seen.model, seen.loss_fn, THREE[1]))
+    assert torch.allclose(flat(seen.grads)[both], truth[both], rtol=1e-4, atol=1e-6)
+    weight = freshness(seen)
+    assert torch.equal(weight == 1.0, fresh)
+
+
+def test_which_defenses_forget():
+    assert forgets(dgp())
+    assert forgets(Chain(ErrorFeedback(TopK()), GaussianNoise(sent_only=True)))
+    assert not forgets(DualPrune())
+    seen = rounds(model(), THREE[:1], dgp())
+    assert feeds_back(dgp(), seen)
+    assert not feeds_back(DualPrune(), seen)
+
+
+def test_without_memory_there_is_nothing_to_follow():
+    seen = rounds(model(), THREE[:1], dgp())
+    for attack in (Chained(QUICK), Joint(QUICK)):
+        with pytest.raises(NeedError, match="previous uploads"):
+            attack.run(seen, rngs(1)[0])
+    late = rounds(model(), THREE, dgp())
+    with pytest.raises(NeedError, match="round 0"):
+        Chained(QUICK).run(replace(late, earlier=late.earlier[1:]), rngs(1)[0])
