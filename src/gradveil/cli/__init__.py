@@ -1,5 +1,6 @@
 """The command line: the only place that prints. Each command lives in a file of its own."""
 
+import os
 import sys
 
 import typer
@@ -23,6 +24,8 @@ err = Console(stderr=True)
 def main() -> None:
     """Run the command line; an error the user can mend is one line and exit code 2."""
     from . import commands  # noqa: F401  (registers every command on `app`)
+
+    sys.path.insert(0, os.getcwd())  # so that package.module:name finds what lies beside the user
 
     try:
         app()
