@@ -7,8 +7,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from gradveil import data, paper
@@ -163,6 +165,17 @@ def test_a_transforming_defense_is_scored_against_both_pictures(in_scratch: Path
     lines = {e.label: e for e in entries("main", TINY) if e.cell == outcome.cell}
     found = {n: figures.figures_of(e, figures.results_of(in_scratch, "quick", e)) for n, e in lines.items()}
     assert found["ats_r"]["plain_ssim"].mean > found["ats_t"]["plain_ssim"].mean + 0.3
+
+
+def test_copies_of_private_pictures_are_left_out_of_the_strip(in_scratch: Path) -> None:
+    (outcome,) = do(TINY, in_scratch, "rob_none_*_seed0", "main")
+    result = store.load(store.path_of(in_scratch, "quick", outcome.cell))
+    with Image.open(in_scratch / "quick" / f"{key(outcome.cell)}.webp") as strip:
+        tiles = torch.from_numpy(np.array(strip)).view(32, 9, 32, 3).float() / 255
+    copies = torch.tensor(result["scores"]["mse"]) < 1e-4
+    assert bool(copies.any())
+    spread = tiles.std(dim=(0, 2)).amax(1)
+    assert bool((spread[copies] < 0.02).all()), "a plain tile has no contrast"
 
 
 def test_fedavg_and_chained_cells_run(in_scratch: Path) -> None:

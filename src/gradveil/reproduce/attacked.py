@@ -35,6 +35,8 @@ from .weights import trained_weights
 
 OTHERS = 512  # public and private pictures each
 LOCAL_RATE = 0.01  # of a FedAvg client
+COPY = 1e-4  # mean squared error (40 dB) below which a reconstruction is the picture itself
+GREEN = (0.2, 0.7, 0.3)
 
 
 @lru_cache(maxsize=4)
@@ -104,7 +106,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
     rngs = [derive_rng(cell.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
     with own_randomness(cell.seed, device):  # an attacker who imitates a random layer draws as it does
         found = attack.run_many(seen, rngs)
-    save_strip(strip, torch.cat([_paired(s, f, data) for s, f in zip(sent, found, strict=True)]))
+    save_strip(strip, torch.cat([_tiles(s, f, data) for s, f in zip(sent, found, strict=True)]))
     return {
         "attack_spec": to_text(attack),
         "defense_spec": to_text(defense),
@@ -205,9 +207,14 @@ def _floor(sent: Sequence[Sent], subject: Subject, data: Dataset, seed: int) -> 
     return {guess: {name: sum(v) / len(v) for name, v in card.items()} for guess, card in cards.items()}
 
 
-def _paired(sent: Sent, found: Reconstruction, data: Dataset) -> Tensor:
+def _tiles(sent: Sent, found: Reconstruction, data: Dataset) -> Tensor:
+    """Return the guesses in the order of the true pictures, for showing. Copies are left out as green tiles: a
+    result file must not hold pictures of a dataset."""
     guess = to_pixels(found.inputs.to(sent.batch.inputs), data.mean, data.std).nan_to_num(nan=0.5)
-    return metrics.aligned(guess, metrics.pair(guess, to_pixels(sent.batch.inputs, data.mean, data.std)))
+    true, used = (to_pixels(batch.inputs, data.mean, data.std) for batch in (sent.batch, sent.trained_on))
+    tiles = metrics.aligned(guess, metrics.pair(guess, true))
+    copied = torch.minimum(metrics.mse(tiles, true), metrics.mse(tiles, used)) < COPY
+    return torch.where(copied.view(-1, 1, 1, 1), tiles.new_tensor(GREEN)[: tiles.shape[1]].view(-1, 1, 1), tiles)
 
 
 def _transforms(sent: Sequence[Sent]) -> bool:

@@ -24,6 +24,8 @@ the spread, a sentence below the table says why, as far as that is known.
   of 2, which the paper's figures fit and under which plain grey scores about 0.25; "SSIM" is the usual one. "Blind" is
   the SSIM of the best guess that never looks at the gradient.
 - ± is two standard errors over all pictures, or half the range of the seeds' means if that is wider.
+- A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
+  dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
 - Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
   the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
   values stand under "beyond".
