@@ -15,11 +15,9 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 pytest.importorskip("flwr", reason="the flower extra is not installed")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg
-from flwr.supercore.task_identity import TaskIdentity
 
 from gradveil import (
     AlignedDualPrune,
@@ -37,8 +35,10 @@ from gradveil import (
     wire,
 )
 from gradveil.defenses import DPNoise
+from gradveil.engines import flower_local
 from gradveil.engines import flower_records as records
 from gradveil.engines.flower import VeilMod
+from gradveil.engines.flower_local import node_id as node
 from gradveil.engines.flower_secure import SecureFedAvg, SecureVeilMod
 from gradveil.engines.flower_strategy import VeiledFedAvg
 from gradveil.engines.secure import FixedPoint, add_up, blind, new_key
@@ -95,38 +95,17 @@ def make_app(*mods: Any, norm: bool = False, spoil: Callable[[int, int, Message]
     return app
 
 
-class LocalGrid(Grid):
-    """Runs the real ClientApp and its mods in this process; `meddle` may change, drop or add replies."""
+class LocalGrid(flower_local.LocalGrid):
+    """`meddle` may change, drop or add replies; `sent` remembers the questions."""
 
     def __init__(self, app: ClientApp, meddle: Callable[[list[Message]], list[Message]] = lambda r: r) -> None:
-        TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 1
-        self.app, self.meddle, self.sent = app, meddle, list[Message]()
-        self.contexts = {
-            2**63 + 100 + i: Context(1, 100 + i, {"partition-id": i, "num-partitions": CLIENTS}, RecordDict(), {})
-            for i in range(CLIENTS)
-        }
-
-    run = property(lambda self: None)
-
-    def set_run(self, run: Any) -> None: ...
-
-    def get_node_ids(self) -> Iterable[int]:
-        return list(self.contexts)
-
-    def create_message(self, *_: Any, **__: Any) -> Any:
-        raise NotImplementedError
-
-    push_messages = pull_messages = create_message
+        super().__init__(app, CLIENTS)
+        self.meddle, self.sent = meddle, list[Message]()
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        replies = []
-        for message in messages:
-            self.sent.append(message)
-            message = Message(copy.copy(message.content), message.metadata.dst_node_id, message.metadata.message_type)
-            try:
-                replies.append(self.app(message, self.contexts[message.metadata.dst_node_id]))
-            except Exception as error:  # as Flower does
-                replies.append(Message(Error(2, repr(error)), reply_to=message))
+        questions = list(messages)
+        self.sent += questions
+        replies = list(super().send_and_receive(questions))
         return self.meddle(replies) if replies else []
 
 
@@ -141,10 +120,6 @@ def run(strategy: FedAvg, grid: LocalGrid, rounds: int = 3, norm: bool = False) 
 
 def tree_of(context: Context) -> dict[str, Tensor]:
     return records.tensors_of(context.state["gradveil"])
-
-
-def node(client: int) -> int:
-    return 2**63 + 100 + client
 
 
 # ------------------------------------------------------------------------------------- what it does

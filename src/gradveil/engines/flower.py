@@ -125,7 +125,9 @@ class VeilMod:
             after, examples = self._read_answer(reply, before)
             grads = tree.sub(like, records.parameters_of(after, self.local))
             if request.ask == "mask":
-                return Message(records.mask_content(courier.veil.propose(grads)), reply_to=message)
+                proposal = {**records.mask_content(courier.veil.propose(grads)), **_held_record(request)}
+                store.save({**memory, **held(request, arrived)})
+                return Message(RecordDict(proposal), reply_to=message)
             upload = courier.send(grads, examples, mask)
             content = RecordDict({
                 request.key: ArrayRecord({"update": self._wrap(upload, request, like, memory),
@@ -146,7 +148,7 @@ class VeilMod:
 
     def _other(self, message: Message, context: Context, call_next: Handler) -> Message:
         """Let the app answer with metrics; it sees the model with this node's own buffers."""
-        known: dict[str, Any] = {}
+        known = {}
         if records.OURS in message.content.config_records:
             request = records.Request.read(message)
             store = self._store(context, request.job)
@@ -155,7 +157,7 @@ class VeilMod:
                 arrived, _ = self._open_model(message, request, memory)
                 if request.version is not None:
                     store.save({**memory, **held(request, arrived)})
-            known = {records.OURS: ConfigRecord(_holds(request))} if _holds(request) else {}
+            known = _held_record(request)
             _strip(message)
         reply = _answer(call_next(message, context))
         if reply.has_error():
@@ -241,6 +243,11 @@ def aligned_part(defense: Defense) -> AlignedDualPrune | None:
 
 def _holds(request: records.Request) -> dict[str, int]:
     return {} if request.version is None else {"holds": request.version}
+
+
+def _held_record(request: records.Request) -> dict[str, ConfigRecord]:
+    """Return the record that tells which model this node keeps, if the server wants it to keep one."""
+    return {} if request.version is None else {records.OURS: ConfigRecord(_holds(request))}
 
 
 def _answer(reply: Any) -> Message:

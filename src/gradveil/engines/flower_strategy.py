@@ -224,6 +224,7 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
             for reply in grid.send_and_receive(questions, timeout=self._timeout):
                 try:
                     proposals[reply.metadata.src_node_id] = self._read_proposal(this, reply)
+                    self._download.note(reply.metadata.src_node_id, holds(reply.content))
                 except GradveilError as error:
                     self._reject(this.number, reply, f"bad proposal: {error}")
                     if reply.has_content():  # an answer that is wrong, not one that is missing
