@@ -1,5 +1,7 @@
 """Active attacks, on real photographs. Copies count as exact above SSIM 0.99."""
 
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -24,7 +26,9 @@ from gradveil import (
 from gradveil.attacks.analytic import LinearReadout
 from gradveil.attacks.imprint import Imprint, Planted
 from gradveil.attacks.probe import pruned_shares
+from gradveil.attacks.spotlight import Spotlight, smoothed
 from gradveil.attacks.traps import TrapWeights
+from gradveil.core import Grads, State, Step
 from gradveil.data import Dataset, load, to_pixels
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient, parameters
@@ -149,6 +153,51 @@ def test_an_empty_upload_gives_no_guess():
     seen = upload(planted, Batch(torch.zeros(2, 3, 8, 8), torch.zeros(2, dtype=torch.int64)), Identity())
     empty = Observation(**{**vars(seen), "grads": {k: torch.zeros_like(v) for k, v in seen.grads.items()}})
     assert len(Imprint().run(empty, torch.Generator()).inputs) == 0
+
+
+@dataclass(frozen=True)
+class RelativeNoise(Defense):
+    """Noise of so many times the root mean square of each tensor: what a spotlight is made for."""
+
+    ratio: float
+
+    def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
+        noise = {name: torch.randn(g.shape, generator=step.rng) * g.square().mean().sqrt() for name, g in grads.items()}
+        return {name: g + self.ratio * noise[name] for name, g in grads.items()}, state
+
+
+def test_a_spotlight_singles_out_the_brightest_picture():
+    flat = PHOTOS.batch(range(64)).inputs.flatten(1)
+    # Bright and rich in contrast: of a white wall nobody could tell whether it was found.
+    victim = int(torch.where(flat.mean(1) > 0.5, flat.std(1), 0).argmax())
+    batch = PHOTOS.batch([victim, *flat.mean(1).argsort()[:7].tolist()])
+    level = batch.inputs.flatten(1).mean(1).sort(descending=True).values
+    for defense, least in ((Identity(), 0.99), (RelativeNoise(16), 0.4)):
+        attack = Spotlight(batch=8, rows=1024).fitted(defense, PHOTOS.mean, PHOTOS.std)
+        # A threshold between the two brightest: how often that happens by itself is luck.
+        attack = replace(attack, center=attack.center + float(level[:2].mean()) - attack._threshold())
+        model = build("lenet", num_classes=PHOTOS.num_classes, input_shape=PHOTOS.input_shape)
+        planted = attack.plant(model, PHOTOS.input_shape, torch.Generator().manual_seed(0))
+        found = attack.run(upload(planted, batch, defense), torch.Generator())
+        assert len(found.inputs) == 1
+        guess, truth = (to_pixels(x, PHOTOS.mean, PHOTOS.std) for x in (found.inputs, batch.inputs[:1]))
+        assert float(ssim(guess, truth)) > least
+
+
+def test_a_spotlight_on_an_empty_stage_returns_nothing():
+    attack = replace(Spotlight(rows=64), center=50.0)
+    model = build("mlp(hidden=16)", num_classes=PHOTOS.num_classes, input_shape=PHOTOS.input_shape)
+    planted = attack.plant(model, PHOTOS.input_shape, torch.Generator().manual_seed(0))
+    for defense in (Identity(), GaussianNoise(1.0)):
+        assert len(attack.run(upload(planted, PHOTOS.batch(range(4)), defense), torch.Generator()).inputs) == 0
+
+
+def test_smoothing_takes_noise_out_of_a_photograph():
+    picture = PHOTOS.batch([5]).inputs[0].double()
+    picture = picture - picture.mean()
+    noisy = picture + torch.randn(picture.shape, generator=torch.Generator().manual_seed(0))
+    assert (smoothed(noisy, 1.0) - picture).square().mean() < 0.5 * (noisy - picture).square().mean()
+    assert torch.equal(smoothed(picture, 0.0), picture)
 
 
 def test_trap_weights_single_out_pictures_of_a_large_batch():

@@ -14,6 +14,7 @@ from .presets import deep_leakage, gi_paper, improved_deep_leakage, inverting_gr
 from .progress import Progress, watch
 from .rgap import RGAP
 from .rounds import Chained, RepeatedRounds
+from .spotlight import Spotlight
 from .traps import TrapWeights
 
 
@@ -38,6 +39,7 @@ CLASSES: tuple[type[Attack], ...] = (
     TrapWeights,
     RGAP,
     GGL,
+    Spotlight,
 )
 PRESETS: dict[str, Callable[..., Attack]] = {
     "inverting_gradients": inverting_gradients,
@@ -64,6 +66,7 @@ __all__ = [
     "LowRankCompletion",
     "Progress",
     "RepeatedRounds",
+    "Spotlight",
     "TrapWeights",
     "deep_leakage",
     "gi_paper",

@@ -100,7 +100,7 @@ class Imprint(Attack):
         check.at_least(2, bins=self.bins)
         check.fraction(decoys=self.decoys, dead=self.dead)
         check.positive(spread=self.spread, gain=self.gain, decoy_gain=self.decoy_gain)
-        if self.decoys + self.dead > 0.9999:
+        if self.decoys + self.dead > 0.99:
             raise ValueError(f"decoys + dead must leave room for bins, got {self.decoys} + {self.dead}")
 
     @property
@@ -138,8 +138,8 @@ class Imprint(Attack):
         return Planted(block.to(like.device, like.dtype), copy.deepcopy(model)).train(model.training)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        name, block = _find(seen.model)
-        prefix = f"{name}.measure" if name else "measure"
+        name, block = planted_in(seen.model)
+        prefix = f"{name}.measure"
         weight = seen.grads[f"{prefix}.weight"][: self.bins].double()
         bias = seen.grads[f"{prefix}.bias"][: self.bins].double()
         planted = block.measure.weight.detach()[0].double()
@@ -214,8 +214,9 @@ def _pooled(rows: Tensor, run: Tensor, runs: int) -> tuple[Tensor, Tensor]:
     return total / count.clamp_min(1), count > 0
 
 
-def _find(model: nn.Module) -> tuple[str, ImprintBlock]:
+def planted_in(model: nn.Module) -> tuple[str, ImprintBlock]:
+    """Return the name of the planted layer and the layer itself."""
     for name, module in model.named_modules():
         if isinstance(module, ImprintBlock):
             return name, module
-    raise NeedError("nothing is planted in this model: call Imprint.plant before the client computes its gradient")
+    raise NeedError("nothing is planted in this model: call plant before the client computes its gradient")

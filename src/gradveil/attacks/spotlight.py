@@ -1,0 +1,119 @@
+"""One picture out of a batch through noise that follows the size of the gradient.
+
+A defense that drowns each tensor in noise of so many times its root mean square can be fed a tensor whose energy sits
+in one row: of K rows, all silent but one, that row stands out from the noise sqrt(K) times better than the rest would
+let it. The one row is excited by the brightest picture of the batch alone, and its gradient is that picture.
+"""
+
+import copy
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from .. import check
+from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
+from .imprint import NEVER, PHOTO_MEAN, PHOTO_SPREAD, ImprintBlock, Planted, planted_in
+from .space import box
+
+COLOUR = 0.1  # share of a picture's variance that is colour rather than brightness
+COARSE = 0.05  # spatial frequency, in cycles per pixel, below which a photograph's spectrum is flat
+
+
+@dataclass(frozen=True)
+class Spotlight(Attack):
+    """Plant a layer of `rows` rows of which one fires, for about one picture in `batch`, and read that row.
+
+    What the defense's noise leaves is scaled by the brightness the threshold implies and smoothed as a photograph's
+    spectrum suggests. The noise is measured on the silent rows. Returns one picture, or none where the row holds
+    nothing but noise.
+
+    Guarantees: exact without noise if exactly one picture of the batch exceeds the threshold. With noise of r times
+    the root mean square of the tensor the signal-to-noise ratio of a pixel is about sqrt(rows) / r.
+    """
+
+    batch: int = 32
+    rows: int = 4096
+    center: float = 0.0
+    spread: float = 0.46
+    gain: float = 1e-7
+
+    def __post_init__(self) -> None:
+        check.at_least(1, batch=self.batch)
+        check.at_least(2, rows=self.rows)
+        check.positive(spread=self.spread, gain=self.gain)
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset({"active"})
+
+    def fitted(self, defense: Defense | None, mean: tuple[float, ...], std: tuple[float, ...]) -> "Spotlight":
+        center = 0.0 if any(mean) else PHOTO_MEAN / std[0]  # normalised pictures have mean 0 by design
+        return replace(self, center=center, spread=PHOTO_SPREAD * sum(1 / s for s in std) / len(std))
+
+    def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
+        thresholds = torch.full((self.rows,), self.center + NEVER * self.spread)
+        thresholds[0] = self._threshold()
+        pattern = torch.randint(2, input_shape, generator=rng, device=rng.device).float().cpu() * 2 - 1
+        size = math.prod(input_shape)
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            weights = torch.full((size,), self.gain / size)
+            block = ImprintBlock(thresholds, torch.ones(self.rows), weights, pattern, self._shift())
+        like = next(model.parameters())
+        return Planted(block.to(like.device, like.dtype), copy.deepcopy(model)).train(model.training)
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        name, _ = planted_in(seen.model)
+        weight, bias = (seen.grads[f"{name}.measure.{part}"].double() for part in ("weight", "bias"))
+        row, noise = weight[0], float(weight[1:].square().mean().sqrt())
+        low, high = box(seen)
+        chance = 1 + 4 * math.sqrt(2 / len(row))
+        if not float(row.square().mean()) > chance * noise**2:
+            return Reconstruction(low.expand(1, *seen.input_shape)[:0], info={"noise": noise})
+        factor = float(row.mean()) / (self._brightness() + self._shift()) if noise else float(bias[0])
+        picture = (row / factor).view(seen.input_shape)
+        picture = smoothed(picture - picture.mean(), noise / abs(factor)) + picture.mean() - self._shift()
+        return Reconstruction(picture[None].to(low.dtype).clamp(low, high), info={"noise": noise / abs(factor)})
+
+    def _threshold(self) -> float:
+        return self.center + self.spread * self._quantile()
+
+    def _quantile(self) -> float:
+        """The threshold that one picture in `batch` exceeds, in spreads above the centre."""
+        if self.batch == 1:
+            return -10.0
+        return float(torch.special.ndtri(torch.tensor(1 - 1 / self.batch, dtype=torch.float64)))
+
+    def _brightness(self) -> float:
+        """The mean brightness of the pictures above the threshold."""
+        height = math.exp(-(self._quantile() ** 2) / 2) / math.sqrt(2 * math.pi)
+        return self.center + self.spread * height * self.batch
+
+    def _shift(self) -> float:
+        """What is added to every pixel, so that the mean of a row is well above zero and tells its factor."""
+        return max(0.0, 1.0 - self._brightness())
+
+
+def smoothed(picture: Tensor, noise: float) -> Tensor:
+    """Return the Wiener estimate of a picture `[C, H, W]` of mean 0 and about unit variance in white noise.
+
+    Assumes a spectrum that falls with the square of the frequency, and little colour.
+    """
+    if not noise or picture.ndim != 3:
+        return picture
+    height, width = picture.shape[1:]
+    mirrored = torch.cat([picture, picture.flip(1)], 1)
+    mirrored = torch.cat([mirrored, mirrored.flip(2)], 2)
+    grey = mirrored.mean(0, keepdim=True)
+    rows, columns = (torch.fft.fftfreq(2 * n, dtype=picture.dtype, device=picture.device) for n in (height, width))
+    spectrum = 1 / (rows[:, None].square() + columns[None].square() + COARSE**2)
+    spectrum = spectrum / spectrum.mean()
+
+    def wiener(part: Tensor, variance: float, noise_variance: float) -> Tensor:
+        keep = variance * spectrum / (variance * spectrum + noise_variance)
+        back: Tensor = torch.fft.ifft2(torch.fft.fft2(part) * keep).real
+        return back
+
+    out = wiener(grey, 1 - COLOUR, noise**2 / len(picture)) + wiener(mirrored - grey, COLOUR, noise**2)
+    return out[:, :height, :width]
