@@ -206,6 +206,7 @@ def test_training_runs_are_found_by_what_was_trained(in_scratch: Path) -> None:
     recorded.parent.mkdir()
     result = store.load(path)
     result["settings"] |= {"defense": "error_feedback(dual_prune)", "precision": "bf16", "seed": 7}
+    result["settings"]["lr"] = "0.1, 50:0.01, 70:0.005"
     recorded.write_text(json.dumps(result))
     found = trained.recorded(in_scratch, outcome.cell, "quick")
     assert [r["settings"]["seed"] for r in found] == [0, 7]

@@ -37,11 +37,14 @@ def recorded(folder: Path, cell: TrainingCell, scale: str) -> list[dict[str, Any
 
 
 def _same(result: dict[str, Any], wanted: Settings) -> bool:
-    known, asked = dict(result["settings"]), asdict(wanted)
-    defense = (known.pop("defense"), asked.pop("defense"))
-    if any(known.get(f.name) != asked[f.name] for f in fields(Settings) if f.name not in FREE | {"defense"}):
+    """Say whether a run trained what is wanted; a setting it does not know had its default."""
+    known, asked = result["settings"], asdict(wanted)
+    special = {"defense", "lr"}  # several texts mean the same
+    if any(known.get(f.name, f.default) != asked[f.name] for f in fields(Settings) if f.name not in FREE | special):
         return False
-    mine, other = (to_text(build(DEFENSES, text, "defense")) for text in defense)
+    if known["lr"] != wanted.lr and Settings(model=wanted.model, lr=known["lr"]).schedule() != wanted.schedule():
+        return False
+    mine, other = (to_text(build(DEFENSES, text, "defense")) for text in (known["defense"], wanted.defense))
     return mine == other
 
 
