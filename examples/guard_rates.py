@@ -10,6 +10,7 @@ import copy
 import math
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -30,7 +31,7 @@ PIXELS = math.prod(SHAPE)
 
 
 def refused(model: nn.Module, seed: int, shape: tuple[int, ...] = SHAPE) -> bool:
-    return bool(Guard().inspect(model, input_shape=shape, rng=torch.Generator().manual_seed(seed)))
+    return bool(Guard().inspect(model, input_shape=shape, rng=torch.Generator().manual_seed(1000 + seed)))
 
 
 def measurement(kind: str, rng: torch.Generator) -> Tensor:
@@ -154,6 +155,7 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "as it is": lambda m: m,
     "90 % pruned": pruned,
     "half the units dead": with_dead_units,
+    "rank 16": partial(low_rank, rank=16),
     "rank 8": low_rank,
     "BatchNorm folded": folded,
     "bf16": lambda m: copy.deepcopy(m).bfloat16(),
@@ -188,7 +190,7 @@ def planted(seeds: int, data: Dataset, public: Tensor) -> Iterator[tuple[str, li
         "random": {"kind": "random"},
         **{f"the mean, noise {x:g} times as large": {"noise": x} for x in (0.3, 1.0, 3.0, 10.0, 30.0)},
         **{f"the mean, noise {x:g} times above the band": {"noise": x, "high": True} for x in (1.0, 10.0, 100.0)},
-        **{f"the mean, {x:.0%} of the rows": {"used": x} for x in (0.5, 0.25, 0.1, 0.05)},
+        **{f"the mean, {x:.0%} of the rows": {"used": x} for x in (0.25, 0.1, 0.05, 0.03, 0.02)},
         "16 random measurements of 16 bins": {"groups": 16},
         "128 random measurements of 2 bins": {"groups": 128},
     }
@@ -207,6 +209,7 @@ def honest(seeds: int) -> Iterator[tuple[str, list[bool]]]:
     """Yield what the model is, and whether it was refused."""
     names = ("lenet", 'lenet(init="default")', "cnn6", "mlp", "mlp(hidden=1024)", "vgg11", "resnet18")
     for name in names:
+        # The deep ones have no layer but the classifier that could be mistaken.
         few = seeds if name not in ("vgg11", "resnet18") else max(1, seeds // 5)
         for text, change in CHANGES.items():
             hit = []
@@ -222,8 +225,10 @@ def honest(seeds: int) -> Iterator[tuple[str, list[bool]]]:
         ("mlp", digits, 2000, 1e-2, 0.05), ("vgg11", photos, 8, 0.0, 0.01), ("resnet18", photos, 6, 0.0, 0.01),
     ):  # fmt: skip
         model = train(name, data, steps, 0, decay, lr)
-        hit = [refused(change(model), s, data.input_shape) for change in CHANGES.values() for s in range(3)]
-        yield f"{name}, {steps} steps on {data.name}, decay {decay:g}, all changes", hit
+        for part in (True, False):
+            chosen = [change for text, change in CHANGES.items() if (text == "rank 8") is part]
+            hit = [refused(change(model), s, data.input_shape) for change in chosen for s in range(3)]
+            yield f"{name}, {steps} steps on {data.name}, decay {decay:g}, {'rank 8' if part else 'otherwise'}", hit
 
 
 def main() -> None:

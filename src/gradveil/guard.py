@@ -27,7 +27,7 @@ from . import check
 from .core import Tensors
 from .errors import GuardError, StateError
 
-ROWS = 64  # rows compared in one layer, drawn anew each round so that a server cannot place pairs apart
+ROWS = 512  # rows compared in one layer, drawn anew each time so that a server cannot place pairs apart
 FEWEST_ROWS = 16  # a layer with fewer cannot sort a batch, and too few pairs would make the shares chance
 FEWEST_COLUMNS = 16
 WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture rather than an edge
@@ -40,6 +40,8 @@ NESTED = 1.0  # thresholds so far apart, against the spread of the difference, n
 DEAD = 1e-6  # a row so small against the middle one is a dead unit, not a measurement
 RARE = 0.5  # a threshold so many spreads off the centre: a unit fires for under a third of the pictures or over two
 UNNORMALISED = 1.9  # mean over spread of pixels in 0..1
+GROUP = 4  # so many rows nested with one are a staircase, not chance
+MOVED = 0.05  # relative change since the weights were last looked at that calls for another look
 SAME = 1e-6  # relative change below which the model is the one of the last round
 SKETCH = 64  # numbers kept of each weight matrix from round to round, of as many entries each
 
@@ -61,23 +63,24 @@ class Seen:
 
     structure: tuple[str, ...]
     seed: int  # settles which entries the sketch reads
-    sketches: Tensor  # [weight matrices, SKETCH]
+    sketches: Tensor  # [tensors, SKETCH]
+    inspected: Tensor  # the sketches when the weights were last looked at
     repeats: int = 0  # how often in a row the same weights came again
 
     def state_dict(self) -> Tensors:
         """Return this memory as tensors."""
         text = torch.frombuffer(bytearray("\n".join(self.structure).encode()), dtype=torch.uint8)
         numbers = torch.tensor([self.seed, self.repeats])
-        return {"structure": text, "numbers": numbers, "sketches": self.sketches}
+        return {"structure": text, "numbers": numbers, "sketches": self.sketches, "inspected": self.inspected}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tensor]) -> Self:
         """Rebuild the memory; raises `StateError` if it is none."""
-        if saved.keys() != {"structure", "numbers", "sketches"}:
+        if saved.keys() != {"structure", "numbers", "sketches", "inspected"}:
             raise StateError("the guard's memory is incomplete: restore the state file, or delete its guard entries")
         seed, repeats = saved["numbers"].tolist()
         text = bytes(saved["structure"].tolist()).decode()
-        return cls(tuple(text.split("\n")), seed, saved["sketches"].cpu(), repeats)
+        return cls(tuple(text.split("\n")), seed, saved["sketches"].cpu(), saved["inspected"].cpu(), repeats)
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Guard:
 
     Args:
         pinned: `fingerprint` of the user's own model, see `pin`; None pins what arrives first.
-        sorting: share of a layer's rows that may be nested in another row.
+        pairs: share of a layer's rows that may be nested with another one, by chance.
+        groups: share of a layer's rows that may be nested with several others.
         traps: share of the first layer's units that may fire for few pictures only.
         gain: largest outgoing weight over the middle one.
         jump: largest relative change of a weight matrix between two rounds; None for a client that joins rarely.
@@ -104,14 +108,15 @@ bias=True)'): no gradient is computed on it
     """
 
     pinned: tuple[str, ...] | None = None
-    sorting: float = 0.15
+    pairs: float = 0.15
+    groups: float = 0.02
     traps: float = 0.25
     gain: float = 100.0
     jump: float | None = 0.75
     repeats: int | None = None
 
     def __post_init__(self) -> None:
-        check.fraction(sorting=self.sorting, traps=self.traps)
+        check.fraction(pairs=self.pairs, groups=self.groups, traps=self.traps)
         check.positive(gain=self.gain, **({} if self.jump is None else {"jump": self.jump}))
         if self.repeats is not None:
             check.at_least(0, repeats=self.repeats)
@@ -138,12 +143,17 @@ bias=True)'): no gradient is computed on it
                 "no gradient is computed on it"
             )
         rng = rng or torch.Generator().manual_seed(0)
-        findings = self.inspect(model, input_shape=input_shape, rng=rng)
         seed = seen.seed if seen else int(torch.randint(2**62, (), generator=rng, device=rng.device))
-        now = Seen(structure, seed, _sketches(_matrices(model), seed))
+        watched = _watched(model)
+        sketches = _sketches(watched, seed)
+        now = Seen(structure, seed, sketches, sketches)
+        findings: list[Finding] = []
         if seen:
-            now, later = self._compare(seen, now, list(_matrices(model)))
-            findings += later
+            now, findings = self._compare(seen, now, list(watched))
+        if seen is None or max(_changes(seen.inspected, sketches), default=0.0) > MOVED:
+            findings += self.inspect(model, input_shape=input_shape, rng=rng)
+        else:
+            now = replace(now, inspected=seen.inspected)
         if findings:
             raise GuardError(
                 "the model looks manipulated, no gradient is computed on it: "
@@ -197,9 +207,10 @@ bias=True)'): no gradient is computed on it
         bias = None if bias is None else bias.detach()[chosen].float()
         looks = [sketched(rows, rng)] + ([] if shape is None else [low_band(rows, shape)])
         widest = max(look.shape[1] for look in looks)
-        nested = nested_share(torch.stack([F.pad(look, (0, widest - look.shape[1])) for look in looks]), bias)
-        if nested > self.sorting:
-            return f"{nested:.0%} of its rows sort pictures into bins (an imprint)"
+        looks = [F.pad(look, (0, widest - look.shape[1])) for look in looks]
+        pairs, groups = nested_shares(torch.stack(looks), bias)
+        if pairs > self.pairs or groups > self.groups:
+            return f"{pairs:.0%} of its rows sort pictures into bins (an imprint)"
         if first and bias is not None:
             rare = rare_share(rows, bias, looks[-1])
             if rare > self.traps:
@@ -208,13 +219,12 @@ bias=True)'): no gradient is computed on it
 
     def _compare(self, seen: Seen, now: Seen, names: list[str]) -> tuple[Seen, list[Finding]]:
         """Return the memory with its count of repeats, and what changed too much or not at all."""
-        old, new = seen.sketches, now.sketches
-        size = torch.maximum(old.norm(dim=1), new.norm(dim=1)).clamp_min(torch.finfo(torch.float32).tiny)
-        change = ((new - old).norm(dim=1) / size).tolist()
+        change = _changes(seen.sketches, now.sketches)
         found = [
             Finding(name.removesuffix(".weight"), f"it changed by {share:.0%} since the last round (another layer)")
             for name, share in zip(names, change, strict=True)
-            if self.jump is not None and share > self.jump
+            # Biases start near zero, so any change of theirs is large.
+            if self.jump is not None and share > self.jump and not name.endswith("bias")
         ]
         repeats = seen.repeats + 1 if max(change, default=0.0) < SAME else 0
         if self.repeats is not None and repeats > self.repeats:
@@ -235,15 +245,16 @@ def fingerprint(model: nn.Module | Tensors) -> tuple[str, ...]:
     return (*modules, *(f"{n} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in tensors))
 
 
-def nested_share(looks: Tensor, bias: Tensor | None) -> float:
-    """Return the share of rows nested in another one; `looks` `[looks, rows, k]` holds what each row measures.
+def nested_shares(looks: Tensor, bias: Tensor | None) -> tuple[float, float]:
+    """Return the share of rows nested with another one, and with at least `GROUP` others.
 
+    `looks` `[looks, rows, k]` holds what each row measures.
     The inner product of two rows of a look stands for the covariance of their measurements over natural pictures; the
     look that finds most counts. The thresholds of a layer without a bias are unknown: there every parallel pair counts.
 
     >>> rows = torch.eye(4).repeat_interleave(2, 0)[None]
-    >>> nested_share(rows, torch.zeros(8)), nested_share(rows, torch.arange(8.0))
-    (0.0, 1.0)
+    >>> nested_shares(rows, torch.zeros(8)), nested_shares(rows, torch.arange(8.0))
+    ((0.0, 0.0), (1.0, 0.0))
     """
     spread = looks.norm(dim=-1)
     alive = spread > DEAD * spread.median(-1, keepdim=True).values
@@ -260,8 +271,10 @@ def nested_share(looks: Tensor, bias: Tensor | None) -> float:
         gap = (threshold[..., None] - cosine.sign() * threshold[..., None, :]).abs()
         # Equal rows with equal thresholds are one row twice: rounding must not part them.
         nested = (alike > ALIKE) & (gap > NESTED * difference + 1e-3)
-    nested &= alive[..., None] & alive[..., None, :]
-    return float((nested.any(-1).sum(-1) / alive.sum(-1).clamp_min(1)).max())
+    partners = (nested & alive[..., None] & alive[..., None, :]).sum(-1)
+    shares = torch.stack([(partners >= least).sum(-1) / alive.sum(-1).clamp_min(1) for least in (1, GROUP)])
+    pairs, groups = shares.amax(1).tolist()
+    return pairs, groups
 
 
 def rare_share(rows: Tensor, bias: Tensor, look: Tensor) -> float:
@@ -338,19 +351,33 @@ def _picture_shape(weight: Tensor, input_shape: tuple[int, ...] | None) -> tuple
     return None
 
 
-def _matrices(model: nn.Module | Tensors) -> Tensors:
-    """Return the weights a swapped layer would show in; biases start at zero, so any change of theirs is large."""
-    return {name: t.detach() for name, t in _tensors(model).items() if t.ndim >= 2 and t.numel() >= SKETCH}
+def _watched(model: nn.Module | Tensors) -> Tensors:
+    """Return the weights a swapped layer would show in, and the biases whose thresholds would sort pictures."""
+    tensors = {name: t.detach() for name, t in _tensors(model).items()}
+    return {
+        name: t
+        for name, t in tensors.items()
+        if t.ndim >= 2 or (name.endswith("bias") and tensors.get(f"{name[:-4]}weight", t).ndim == 2)
+    }
 
 
-def _sketches(matrices: Tensors, seed: int) -> Tensor:
-    """Return `[matrices, SKETCH]`: signed sums of entries at a secret place of each of SKETCH blocks."""
+def _changes(old: Tensor, new: Tensor) -> list[float]:
+    """Return the relative change of every tensor; 0 for one that was and is zero."""
+    size = torch.maximum(old.norm(dim=1), new.norm(dim=1)).clamp_min(torch.finfo(torch.float32).tiny)
+    changes: list[float] = ((new - old).norm(dim=1) / size).tolist()
+    return changes
+
+
+def _sketches(watched: Tensors, seed: int) -> Tensor:
+    """Return `[tensors, SKETCH]`: signed sums of entries at a secret place of each of SKETCH blocks."""
     rng = torch.Generator().manual_seed(seed)
     signs = torch.randint(2, (SKETCH,), generator=rng).float() * 2 - 1
-    starts = torch.randint(2**31, (len(matrices),), generator=rng).tolist()
+    starts = torch.randint(2**31, (len(watched),), generator=rng).tolist()
     rows = []
-    for t, start in zip(matrices.values(), starts, strict=True):
-        blocks = t.flatten()[: t.numel() - t.numel() % SKETCH].view(SKETCH, -1)
+    for t, start in zip(watched.values(), starts, strict=True):
+        short = max(0, SKETCH - t.numel())
+        flat = F.pad(t.flatten(), (0, short)) if short else t.flatten()
+        blocks = flat[: len(flat) - len(flat) % SKETCH].view(SKETCH, -1)
         wide = min(SKETCH, blocks.shape[1])
         first = start % (blocks.shape[1] - wide + 1)
         rows.append(blocks[:, first : first + wide].float() @ signs[:wide].to(t.device))
