@@ -5,6 +5,7 @@ from . import (  # noqa: F401
     attack,
     audit,
     basics,
+    bench_attack,
     bench_codec,
     bench_select,
     bench_train,
