@@ -412,5 +412,7 @@ def test_cifar100_files_of_the_official_layout_are_attacked(in_scratch: Path) ->
         (folder / name).write_bytes(records.numpy().tobytes())
     (folder / "fine_label_names.txt").write_text("\n".join(f"class{i}" for i in range(100)))
     scale = replace(TINY, data100="cifar100")
+    (missing,) = do(scale, in_scratch, "rob_dgp_lenet_cifar100_*", "models", root=str(in_scratch / "elsewhere"))
+    assert missing.status == "no data"
     outcomes = do(scale, in_scratch, "rob_dgp_lenet_cifar100_*", "models", root=str(in_scratch))
     assert [o.status for o in outcomes] == ["done"], [o.note for o in outcomes]

@@ -23,7 +23,14 @@ app.add_typer(group, name="reproduce")
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Where results lie; what is there is not run again.")]
 Root = Annotated[str | None, typer.Option(help="Where the dataset's files lie.")]
 ScaleName = Annotated[str, typer.Option("--scale", help="quick: minutes on a CPU. full: the paper's, on a GPU.")]
-STYLES = {"done": "green", "recorded": "dim", "untrained": "yellow", "failed": "red", "no time": "yellow"}
+STYLES = {
+    "done": "green",
+    "recorded": "dim",
+    "untrained": "yellow",
+    "failed": "red",
+    "no time": "yellow",
+    "no data": "yellow",
+}
 
 
 def _command(name: str) -> None:

@@ -40,7 +40,7 @@ GREEN = (0.2, 0.7, 0.3)
 
 
 @lru_cache(maxsize=4)
-def _load(name: str, split: Split, root: str | None) -> Dataset:
+def load_split(name: str, split: Split, root: str | None) -> Dataset:
     """Return a split; many cells in a row use the same one."""
     return datasets.load(name, split=split, root=root)
 
@@ -50,7 +50,7 @@ def victims(cell: AttackCell, root: str | None) -> tuple[Dataset, list[int]]:
 
     Batches hold different labels as far as they can, as in the reference attacks, or one label if the cell says so.
     """
-    data = _load(cell.data, "test", root)
+    data = load_split(cell.data, "test", root)
     if len(data) < cell.pictures:
         raise ConfigError(f"{cell.pictures} pictures are to be attacked but {cell.data} has {len(data)}")
     rng = derive_rng(cell.seed, "victims", 0)
@@ -125,7 +125,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
 def _subject(
     cell: AttackCell, place: Place, data: Dataset, chosen: list[int], attack: Attack
 ) -> tuple[Subject, ColumnInfo]:
-    others = _load(cell.data, "train", place.root)
+    others = load_split(cell.data, "train", place.root)
     rng = derive_rng(cell.seed, "others", 0)
     order = torch.randperm(len(others), generator=rng)
     half = min(OTHERS, len(others) // 2)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from .. import cost as costs
 from .. import paper, record
 from ..attacks.progress import Progress, watch
-from ..errors import GradveilError
+from ..errors import ConfigError, GradveilError
 from ..training.job import pick_device
 from . import attacked, store, trained
 from .cells import AttackCell, Cell, CostCell, TrainingCell, key
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     """What became of a cell."""
 
     cell: Cell
-    status: Literal["done", "recorded", "untrained", "failed", "no time"]
+    status: Literal["done", "recorded", "untrained", "failed", "no time", "no data"]
     seconds: float = 0.0
     note: str = ""
 
@@ -90,6 +90,11 @@ def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
             return Outcome(cell, "untrained", note=trained.command(cell))
     if session.left <= took.get(key(cell).partition("_")[0], 0.0):
         return Outcome(cell, "no time")
+    if isinstance(cell, AttackCell):
+        try:
+            attacked.load_split(cell.data, "test", session.root)
+        except ConfigError as error:
+            return Outcome(cell, "no data", note=str(error))
     started = time.monotonic()
     try:
         found = _perform(cell, session, path)
