@@ -184,6 +184,18 @@ def planted(seeds: int, data: Dataset, public: Tensor) -> Iterator[tuple[str, li
             mlp = build("mlp", num_classes=data.num_classes, input_shape=SHAPE, seed=s)
             hit.append(refused(trap.plant(mlp, SHAPE, torch.Generator().manual_seed(s)), s))
         yield f"trap weights, share {share:g}", hit, []
+    for part in (0.2, 0.1, 0.05):
+        hit = []
+        for s in range(seeds):
+            mlp = build("mlp", num_classes=data.num_classes, input_shape=SHAPE, seed=s)
+            honest_state = copy.deepcopy(mlp.state_dict())
+            trapped = TrapWeights().plant(mlp, SHAPE, torch.Generator().manual_seed(s)).state_dict()
+            first = int(part * 256)
+            for name in ("features.1.weight", "features.1.bias"):
+                honest_state[name][:first] = trapped[name][:first]
+            mlp.load_state_dict(honest_state)
+            hit.append(refused(mlp, s))
+        yield f"trap weights in {part:.0%} of the rows", hit, []
     variants: dict[str, dict[str, object]] = {
         "the mean": {},
         "a wave": {"kind": "wave"},

@@ -39,6 +39,7 @@ ALIKE = 0.8  # correlation below which two rows measure different things
 NESTED = 1.0  # thresholds so far apart, against the spread of the difference, nest the rows
 DEAD = 1e-6  # a row so small against the middle one is a dead unit, not a measurement
 RARE = 0.5  # a threshold so many spreads off the centre: a unit fires for under a third of the pictures or over two
+ONE_SIDED = 5.0  # training shifts the balance of the means by up to a fifth
 UNNORMALISED = 1.9  # mean over spread of pixels in 0..1
 GROUP = 4  # so many rows nested with one are a staircase, not chance
 MOVED = 0.05  # relative change since the weights were last looked at that calls for another look
@@ -71,7 +72,7 @@ class Seen:
         """Return this memory as tensors."""
         text = torch.frombuffer(bytearray("\n".join(self.structure).encode()), dtype=torch.uint8)
         numbers = torch.tensor([self.seed, self.repeats])
-        return {"structure": text, "numbers": numbers, "sketches": self.sketches, "inspected": self.inspected}
+        return {"structure": text, "numbers": numbers, "sketches": self.sketches, "inspected": self.inspected.clone()}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tensor]) -> Self:
@@ -110,7 +111,7 @@ bias=True)'): no gradient is computed on it
     pinned: tuple[str, ...] | None = None
     pairs: float = 0.15
     groups: float = 0.02
-    traps: float = 0.25
+    traps: float = 0.1
     gain: float = 100.0
     jump: float | None = 0.75
     repeats: int | None = None
@@ -288,7 +289,7 @@ def rare_share(rows: Tensor, bias: Tensor, look: Tensor) -> float:
     by_bias = float((threshold.abs() > RARE).float().mean())
     shifted = threshold - UNNORMALISED * rows.sum(1)[alive] / spread[alive]
     by_mean = float((shifted > RARE).float().mean()) - float((shifted < -RARE).float().mean())
-    return max(by_bias, by_mean / 2)
+    return max(by_bias, by_mean / ONE_SIDED)
 
 
 def low_band(rows: Tensor, shape: tuple[int, ...]) -> Tensor:
