@@ -12,13 +12,13 @@ audit: setup  ## Attack bundled photos through each defense and write a report p
 	OMP_NUM_THREADS=2 $(BIN)/gradveil audit
 
 test: setup  ## Run every test
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 
 check: setup  ## Format, lint, types, then every test
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(BIN)/pytest -n 2 --dist loadfile
 
 setup: $(STAMP)  ## Make the virtual environment if it is missing or out of date
 

@@ -4,6 +4,7 @@ from collections import OrderedDict
 
 from torch import Tensor, nn
 
+from .. import check
 from .small import Shape, classify
 
 POOL = 0
@@ -24,8 +25,13 @@ def vgg11(num_classes: int, input_shape: Shape) -> nn.Module:
     return classify(nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1)), num_classes, input_shape)
 
 
-def resnet18(num_classes: int, input_shape: Shape) -> nn.Module:
-    """ResNet18 with Kaiming (fan-out) convolutions and a global average before the head."""
+def resnet18(num_classes: int, input_shape: Shape, init: str = "kaiming") -> nn.Module:
+    """ResNet18 with a global average before the head.
+
+    `init` is "kaiming" (normal, fan-out) or "default" (torch's own, smaller). It matters to attackers: with the smaller
+    weights a fresh network in evaluation mode is close to linear, and far easier to invert.
+    """
+    check.one_of(("kaiming", "default"), init=init)
     channels = input_shape[0]
     stem = nn.Sequential(nn.Conv2d(channels, 64, 3, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU())
     stages: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
@@ -36,7 +42,7 @@ def resnet18(num_classes: int, input_shape: Shape) -> nn.Module:
     stages["pool"] = nn.AdaptiveAvgPool2d(1)
     features = nn.Sequential(stages)
     for module in features.modules():
-        if isinstance(module, nn.Conv2d):
+        if isinstance(module, nn.Conv2d) and init == "kaiming":
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return classify(features, num_classes, input_shape)
 
