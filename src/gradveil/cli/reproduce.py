@@ -30,6 +30,7 @@ STYLES = {
     "failed": "red",
     "no time": "yellow",
     "no data": "yellow",
+    "impossible": "yellow",
 }
 
 

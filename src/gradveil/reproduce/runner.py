@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 from .. import cost as costs
 from .. import paper, record
 from ..attacks.progress import Progress, watch
-from ..errors import ConfigError, GradveilError
+from ..errors import ConfigError, GradveilError, NeedError
 from ..training.job import pick_device
 from . import attacked, store, trained
 from .cells import AttackCell, Cell, CostCell, TrainingCell, key
@@ -41,10 +41,10 @@ class Session:
 
 
 class Outcome(NamedTuple):
-    """What became of a cell."""
+    """What became of a cell. `impossible`: the attack lacks something this defense or model does not give it."""
 
     cell: Cell
-    status: Literal["done", "recorded", "untrained", "failed", "no time", "no data"]
+    status: Literal["done", "recorded", "untrained", "failed", "no time", "no data", "impossible"]
     seconds: float = 0.0
     note: str = ""
 
@@ -100,6 +100,8 @@ def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
         found = _perform(cell, session, path)
     except (OutOfTimeError, TimeoutError) as reason:
         return Outcome(cell, "no time", time.monotonic() - started, str(reason))
+    except NeedError as error:
+        return Outcome(cell, "impossible", time.monotonic() - started, str(error))
     except (GradveilError, ValueError, RuntimeError) as error:
         return Outcome(cell, "failed", time.monotonic() - started, f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - started
