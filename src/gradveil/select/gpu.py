@@ -1,4 +1,4 @@
-"""Exact selection on a GPU: a radix search over all tensors at once, in fourteen launches whatever their number.
+"""Exact selection on a GPU: a radix search over all tensors at once, in eleven launches whatever their number.
 
 The bits of a magnitude are settled in four passes of 8. Each pass counts, per tensor, how many entries have each
 digit; a tiny kernel then finds the digits at which the band begins and ends. The last pass writes the result; where a
@@ -101,8 +101,7 @@ class Selector:
             if first:
                 kernels.count_exponents[programs](*where, counts, BINS=BINS, **fixed)
             else:
-                for kernel in (kernels.count_few, kernels.count_many):
-                    kernel[programs](*where, self._prefixes, self._equal, counts, SHIFT=shift, BINS=BINS, **fixed)
+                kernels.count_digits[programs](*where, self._prefixes, counts, SHIFT=shift, BINS=BINS, **fixed)
             kernels.pick[(s, 2)](counts, plan.ranks, *found, self.finite, FIRST=first, BINS=BINS)
         kernels.count_ties[programs](*where, *found, self._ties, **fixed)
         kernels.write[programs](*where, *found, self._ties, plan.first_chunk, **fixed)

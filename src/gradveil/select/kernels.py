@@ -60,13 +60,12 @@ def count_exponents(
 
 
 @triton.jit
-def count_few(
+def count_digits(
     chunks,
     sizes,
     pointers,
     segments,
     prefixes,
-    equal,
     counts,
     SHIFT: tl.constexpr,
     FEEDBACK: tl.constexpr,
@@ -74,56 +73,36 @@ def count_few(
     BLOCK: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Count the next digit of the entries that begin like a boundary, one by one: right where they are few."""
+    """Count the next digit of the entries that begin like a boundary."""
     segment, left, value, _, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
     source = held if FEEDBACK else value
     slot = 2 * segment
-    half = tl.load(sizes + segment) // 2
-    few_top, few_end = tl.load(equal + slot) <= half, tl.load(equal + slot + 1) <= half
+    bins = tl.arange(0, BINS)
     top = tl.load(prefixes + slot).to(tl.uint32, bitcast=True)
     end = tl.load(prefixes + slot + 1).to(tl.uint32, bitcast=True)
+    found_top = tl.zeros([BINS], tl.int32)
+    found_end = tl.zeros([BINS], tl.int32)
     for j in range(tl.cdiv(left, BLOCK)):
         i = j * BLOCK + tl.arange(0, BLOCK)
         inside = i < left
         digits = _key(tl.load(source + i, mask=inside, other=0.0)) >> SHIFT
-        begins, digit = digits // BINS, (digits % BINS).to(tl.int32)
-        tl.atomic_add(counts + slot * BINS + digit, 1, mask=inside & few_top & (begins == top), sem="relaxed")
-        tl.atomic_add(counts + (slot + 1) * BINS + digit, 1, mask=inside & few_end & (begins == end), sem="relaxed")
+        found_top = _tally(found_top, counts + slot * BINS, digits, inside, top, bins, BLOCK, BINS)
+        found_end = _tally(found_end, counts + (slot + 1) * BINS, digits, inside, end, bins, BLOCK, BINS)
+    tl.atomic_add(counts + slot * BINS + bins, found_top, mask=found_top > 0)
+    tl.atomic_add(counts + (slot + 1) * BINS + bins, found_end, mask=found_end > 0)
 
 
 @triton.jit
-def count_many(
-    chunks,
-    sizes,
-    pointers,
-    segments,
-    prefixes,
-    equal,
-    counts,
-    SHIFT: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Do the same by histograms where over half of a tensor begins alike and single counts would collide."""
-    segment, left, value, _, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
-    source = held if FEEDBACK else value
-    bins = tl.arange(0, BINS)
-    for which in tl.static_range(2):
-        slot = 2 * segment + which
-        if tl.load(equal + slot) > tl.load(sizes + segment) // 2:
-            prefix = tl.load(prefixes + slot).to(tl.uint32, bitcast=True)
-            found = tl.zeros([BINS], tl.int32)
-            for j in range(tl.cdiv(left, BLOCK)):
-                i = j * BLOCK + tl.arange(0, BLOCK)
-                inside = i < left
-                digits = _key(tl.load(source + i, mask=inside, other=0.0)) >> SHIFT
-                match = inside & (digits // BINS == prefix)
-                found += tl.histogram(tl.where(match, digits % BINS, 0).to(tl.int32), BINS)
-                # Entries that do not match were counted in bin 0; take them off again.
-                found -= tl.where(bins == 0, BLOCK - tl.sum(match.to(tl.int32)), 0)
-            tl.atomic_add(counts + slot * BINS + bins, found, mask=found > 0)
+def _tally(found, table, digits, inside, prefix, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
+    """Count the last digit of the entries that begin with `prefix`: few of them one by one, many by a histogram."""
+    match = inside & (digits // BINS == prefix)
+    hits = tl.sum(match.to(tl.int32))
+    digit = (digits % BINS).to(tl.int32)
+    if hits > BLOCK // 64:
+        found += tl.histogram(tl.where(match, digit, 0), BINS) - tl.where(bins == 0, BLOCK - hits, 0)
+    elif hits > 0:
+        tl.atomic_add(table + digit, match.to(tl.int32), mask=match)
+    return found
 
 
 @triton.jit
