@@ -18,7 +18,8 @@ from gradveil.cli import commands as _commands  # noqa: F401
 from gradveil.data import load
 from gradveil.errors import GuardError, StateError
 from gradveil.gradients import gradient, parameters
-from gradveil.guard import Guard, Seen, fingerprint, low_band, nested_shares, sketched
+from gradveil.guard import Guard, Seen, fingerprint
+from gradveil.guard.looks import low_band, nested_shares, sketched
 from gradveil.models import build
 
 PHOTOS = load("photos", split="test")
@@ -283,6 +284,18 @@ def test_a_layer_swapped_in_mid_training_is_refused_at_any_scale(size):
     with pytest.raises(GuardError, match=r"features\.2: it changed"):
         Guard().admit(net, seen)
     assert isinstance(Guard(jump=None).admit(net, seen), Seen)
+
+
+@pytest.mark.parametrize("rows", [5, 13])
+def test_a_few_rows_or_the_biases_swapped_in_call_for_another_look(rows):
+    for seed in range(4):
+        net, planted = model("mlp", seed), written(used=rows / 256, seed=seed)
+        seen = Guard().admit(net, rng=rng(seed))
+        with pytest.raises(GuardError, match="bins"):
+            Guard().admit(planted, seen, rng=rng(100 + seed))
+        net.get_submodule("features.1").bias.data -= 1.0
+        with pytest.raises(GuardError, match="trap"):
+            Guard().admit(net, seen, rng=rng(100 + seed))
 
 
 def test_plain_tensors_are_guarded_too():
