@@ -61,6 +61,8 @@ def test_doctor_on_payloads() -> None:
     assert "sent 1200 entries where error_feedback sends 240" in examine(bare, gradveil.dgp()).reasons[1]
     assert examine(pruned, gradveil.adgp()).state == "on"
     assert examine(bare, gradveil.GaussianNoise()).state == "unclear"
+    levels = gradveil.Veil(gradveil.Hardened(examples=1), PARAMS, seed=0).seal(grads(), 1)
+    assert examine(levels).state == "on"
     parts = {part.name: part for part in examine(pruned).parts}
     assert parts["w"].share == pytest.approx(0.2)
     assert parts["w"].dtype == "float32"

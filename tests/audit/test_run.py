@@ -138,6 +138,19 @@ def test_defense_that_cannot_send_is_a_row_not_a_crash() -> None:
     assert "no upload today" in gradveil.audit.to_html(found)
 
 
+def test_an_empty_upload_is_never_attacked() -> None:
+    defenses = {"mixing": gradveil.Hardened(examples=8, noise=1e-6, bits=0)}
+    settings = {**QUICK, "round": 0, "pictures": 2}
+    found = gradveil.audit(defenses=defenses, attacks=READERS[:1], **settings)
+    waited = {u.column: u.waited for d in found.defenses if d.name == "mixing" for u in d.uploads}
+    assert waited == {"diagnostic": 7, "realistic": 3}
+    assert any("sends nothing until enough is mixed" in note for note in found.notes)
+    assert all(upload.bytes_sent > 1000 for d in found.defenses for upload in d.uploads)
+    silent = gradveil.audit(defenses={"silent": gradveil.Hardened(examples=10**6)}, attacks=READERS[:1], **settings)
+    assert "nothing to attack" in silent.find("diagnostic", "silent", READERS[0]).note
+    assert silent.judgement("silent").verdict == "incomplete"
+
+
 def test_budget_cuts_and_says_so() -> None:
     attacks = ["gradient_matching(steps=100000)"]
     plan = {**QUICK, "pictures": 1, "round": 0, "budget": 0.03}

@@ -2,22 +2,26 @@
 
 import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import tree
-from ..core import Attack, Batch, Grads, Masks, Observation, ThreatModel
+from ..core import Attack, Batch, Grads, Masks, Observation, Payload, ThreatModel
+from ..errors import NeedError
 from ..gate import observe
-from ..gradients import gradient, parameters
+from ..gradients import gradient, parameters, per_example_gradient
 from ..guard import Guard, fingerprint
 from ..training.job import own_randomness
 from ..veil import Veil, derive_rng
+from ..wire.frame import read_frame
 from .plan import Plan, Subject
 from .report import Column, ColumnInfo
 from .verdict import BASELINE
 
 PRIOR = 512  # public pictures an attacker with a prior is given
+LONGEST_WAIT = 256  # uploads without content after which a defense counts as never sending
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +35,16 @@ class Sent:
     nbytes: int
     seconds: float
     residual: float | None  # norm of what the client held back before this upload
+    waited: int  # uploads without content that went before it, until enough was mixed
+
+
+class _Work(NamedTuple):
+    """What a client computed from one batch."""
+
+    model: nn.Module  # the client's copy
+    batch: Batch  # as the defense changed it
+    grads: Grads
+    shown: Grads  # what the defense takes: the gradient, or one per example
 
 
 def threat(column: Column, subject: Subject) -> ThreatModel:
@@ -100,21 +114,61 @@ class _Client:
         if state is not None:
             self.veil.load_state_dict(state)
         elif subject.run_round is None:
-            self._age()
+            for round_ in range(column.rounds):
+                self._pass_by(f"{index} {round_}")
 
     def upload(self, batch: Batch) -> Sent:
-        """Compute, protect and send one batch; the model and its statistics stay as the server sent them."""
-        held = self.veil.residual
-        own = copy.deepcopy(self.model)
-        seed = derive_rng(self.plan.seed, str(self.index), self.veil.round, "layers").initial_seed()
+        """Return the first upload that carries `batch` and is not empty; the model stays as the server sent it.
+
+        A defense may hold gradients back until enough are mixed. Attacking an empty upload would flatter it, so other
+        private batches go first until this one completes a mix.
+        """
+        for waited in range(LONGEST_WAIT):
+            held = self.veil.residual
+            probe = copy.copy(self.veil)
+            work = self._compute(probe, batch)
+            payload, mask = self._seal(probe, work)
+            if any(entry.sent for entry in read_frame(payload.body).entries):
+                return Sent(
+                    seen=self._observe(payload, batch, mask),
+                    batch=batch,
+                    trained_on=work.batch,
+                    grads=work.grads,
+                    nbytes=payload.nbytes,
+                    seconds=sum(probe.seconds),
+                    residual=None if held is None else tree.global_norm(held),
+                    waited=waited,
+                )
+            self._pass_by(f"{self.index} waiting {waited}")
+        raise NeedError(f"{self.defense.key()} sent nothing in {LONGEST_WAIT} uploads: there is nothing to attack")
+
+    def _pass_by(self, who: str) -> None:
+        """Send another private batch."""
+        batch = self._private_batch(who)
+        payload, mask = self._seal(self.veil, self._compute(self.veil, batch))
+        # Every observation holds a model: keep them only for an attacker who asks for them.
+        if any("rounds" in attack.needs for attack in self.subject.attacks.values()):
+            self.earlier.append(self._observe(payload, batch, mask))
+
+    def _compute(self, veil: Veil, batch: Batch) -> _Work:
+        model = copy.deepcopy(self.model)
+        seed = derive_rng(self.plan.seed, str(self.index), veil.round, "layers").initial_seed()
         with own_randomness(seed, self.subject.device):
-            trained_on = self.veil.prepare(own, batch)
-            grads = gradient(copy.deepcopy(own), self.subject.loss_fn, trained_on)
-        mask = self._common_mask() if "mask" in self.defense.needs else None
-        with own_randomness(seed, self.subject.device):
-            payload = self.veil.protect(own, self.subject.loss_fn, batch, mask=mask)
-        data = self.subject.victims
-        seen = observe(
+            batch = veil.prepare(model, batch)
+            if "per_example" in self.defense.needs:
+                each = per_example_gradient(model, self.subject.loss_fn, batch)
+                return _Work(model, batch, tree.tmap(lambda g: g.mean(0), each), each)
+            grads = gradient(model, self.subject.loss_fn, batch)
+        return _Work(model, batch, grads, grads)
+
+    def _seal(self, veil: Veil, work: _Work) -> tuple[Payload, Masks | None]:
+        mask = self._common_mask(veil.round) if "mask" in self.defense.needs else None
+        count = len(work.batch.labels)
+        return veil.seal(work.shown, count, model=work.model, batch=work.batch, mask=mask), mask
+
+    def _observe(self, payload: Payload, batch: Batch, mask: Masks | None) -> Observation:
+        public, data = self.subject.public, self.subject.victims
+        return observe(
             payload,
             self.model,
             self.subject.loss_fn,
@@ -124,35 +178,18 @@ class _Client:
             mean=data.mean,
             std=data.std,
             defense=self.defense,
-            prior=self.subject.public.pixels(range(min(len(self.subject.public), PRIOR))),
+            prior=public.pixels(range(min(len(public), PRIOR))),
             mask=mask,
             earlier=self.earlier,
         )
-        return Sent(
-            seen=seen,
-            batch=batch,
-            trained_on=trained_on,
-            grads=grads,
-            nbytes=payload.nbytes,
-            seconds=sum(self.veil.seconds),
-            residual=None if held is None else tree.global_norm(held),
-        )
-
-    def _age(self) -> None:
-        # Every observation holds a model: keep them only for an attacker who asks for them.
-        wanted = any("rounds" in attack.needs for attack in self.subject.attacks.values())
-        for round_ in range(self.column.rounds):
-            sent = self.upload(self._private_batch(f"{self.index} {round_}"))
-            self.earlier += [sent.seen] if wanted else []
 
     def _private_batch(self, who: str) -> Batch:
         rng = derive_rng(self.plan.seed, who, 0, "private")
         chosen: Tensor = torch.randint(len(self.subject.private), (self.column.batch_size,), generator=rng)
         return self.subject.private.batch(chosen, self.subject.device)
 
-    def _common_mask(self) -> Masks:
+    def _common_mask(self, round_: int) -> Masks:
         """Return the mask of an aligned round, proposed by another client from a batch of its own."""
         other = Veil(self.defense, parameters(self.model), seed=self.plan.seed, client="proposer")
-        batch = self._private_batch(f"proposer {self.index} {self.veil.round}")
-        grads = gradient(copy.deepcopy(self.model), self.subject.loss_fn, batch)
-        return other.propose(grads)
+        batch = self._private_batch(f"proposer {self.index} {round_}")
+        return other.propose(gradient(copy.deepcopy(self.model), self.subject.loss_fn, batch))

@@ -12,10 +12,11 @@ from .. import tree
 from ..core import Defense, Grads, Payload, Step, Tensors
 from ..errors import ConfigError, GradveilError, WireError
 from ..veil import Veil
-from ..wire.frame import MAGIC, read_frame
+from ..wire.frame import MAGIC, Values, read_frame
 
 State = Literal["on", "off", "unclear"]
 DENSE = 0.99  # share of entries sent from which nothing was pruned
+FEW = 256  # tensors below this may be written plainly whatever their values
 SLACK = 1.02  # how many times the expected entries may be sent: dead units tip a count
 
 
@@ -83,6 +84,8 @@ def examine_payload(body: bytes, expected: Defense | None = None) -> Examination
     if expected is not None:
         shapes = {entry.name: torch.empty(entry.shape, dtype=entry.kind.dtype) for entry in frame.entries}
         state, why = _matches({p.name: round(p.share * p.entries) for p in parts}, shapes, expected)
+    elif sent >= DENSE and {entry.values for entry in frame.entries if entry.numel >= FEW} == {Values.LEVELS}:
+        state, why = "on", ["every value was rounded to one of a few levels"]
     elif sent >= DENSE:
         state, why = "off", ["nothing was pruned; if the defense is noise, this cannot be seen from a payload"]
     else:

@@ -101,6 +101,7 @@ class Upload:
     cosine: float
     residual_ratio: float | None  # ||residual|| / ||gradient|| before the upload; None: the defense keeps none
     seconds: float
+    waited: float  # uploads without content that went before, until the defense let something go
     layers: list[Layer]
 
 

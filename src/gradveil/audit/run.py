@@ -2,31 +2,25 @@
 
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
 from ..attacks import missing
 from ..attacks.progress import Progress, watch
 from ..core import Attack
-from ..errors import ConfigError, GuardError, NeedError
-from ..metrics import METRICS
-from ..spec import to_spec, to_text
+from ..errors import GuardError, NeedError
 from ..veil import derive_rng
-from . import accuracy, clients, scoring
+from . import accuracy, clients, draft, scoring
 from .clients import Sent
 from .diagnose import diagnose
 from .plan import Cell, Plan, Subject, cells, is_adaptive
-from .report import COLUMNS, AttackInfo, Column, DefenseInfo, Finding, Original, Report, Row
-from .risk import fast_score, rank_correlation
+from .report import COLUMNS, Column, Finding, Report, Row
+from .risk import fast_score
 from .verdict import BASELINE, against_floor, judge
 
 WATCH_EVERY = 10  # attack steps between two looks at the clock
-SHARED = frozenset({"budget", "device"})  # settings a resumed audit may change
-
-
 T = TypeVar("T")
 
 
@@ -63,9 +57,9 @@ class Audit:
         self.seconds: dict[tuple[Column, str], float] = {}
         self.columns = {column: clients.column_info(column, plan, subject) for column in COLUMNS}
         self.started = time.monotonic()
-        self.report = _empty(plan, subject, list(self.columns.values()))
+        self.report = draft.empty(plan, subject, list(self.columns.values()))
         if before is not None:
-            self.report = _continue(self.report, before)
+            self.report = draft.resumed(self.report, before)
         self._earlier_seconds = self.report.seconds
         self._uploads: tuple[tuple[Column, str], list[Sent]] | None = None
 
@@ -97,7 +91,7 @@ class Audit:
                 batches = [s.batch for s in self._sent(column, BASELINE)]
                 found += self.scorer.floors(column, batches)
             size, luck = scoring.chance(self.subject)
-            self._update(floors=found, metrics=_ends(found[0].scores), lineup=size, chance=luck)
+            self._update(floors=found, metrics=draft.metric_ends(found[0].scores), lineup=size, chance=luck)
         if self.report.fast is None:
             self._say("fast score")
             self._update(fast=fast_score(self._sent_or_nothing, self.subject, self.plan.seed))
@@ -223,22 +217,9 @@ class Audit:
                 adaptive = is_adaptive(self.subject.attacks[cell.attack])
                 rows.append(Row(cell.column, cell.defense, cell.attack, "skipped", adaptive, f"cut: {why}"))
         cut = [f"{_name(row)}: {row.note.removeprefix('cut: ')}" for row in rows if row.note.startswith("cut: ")]
-        measured = any(d.accuracy is not None for d in self.report.defenses)
-        notes = [accuracy.NOTE.format(rounds=self.plan.accuracy_rounds)] if measured else []
-        self._update(rows=rows, cut=cut, notes=notes, fast=self._correlated())
+        self._update(rows=rows)
+        self._update(cut=cut, notes=draft.notes(self.report), fast=draft.correlated(self.report))
         self._update(findings=self._explain())
-
-    def _correlated(self) -> Any:
-        fast = self.report.fast
-        if fast is None:
-            return None
-        scores, results = [], []
-        for risk in fast.risks:
-            rows = [r for r in self.report.rows if r.column == "diagnostic" and r.defense == risk.defense]
-            best = [max(values) for values in zip(*(r.scores["ssim"] for r in rows if r.status == "ok"), strict=True)]
-            scores += risk.readable[: len(best)]
-            results += best
-        return replace(fast, correlation=rank_correlation(scores, results), pairs=len(results))
 
     def _explain(self) -> list[Finding]:
         """Look for the cause wherever no attack at all beats blind guessing without a defense."""
@@ -264,45 +245,3 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 def _name(item: Cell | Row) -> str:
     return f"{item.column}, {item.defense}, {item.attack}"
-
-
-def _ends(scores: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: METRICS[name].leak for name in scoring.SHOWN if name in scores}
-
-
-def _empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
-    from .. import record  # reads the package's version, so it must not be imported while the package is
-
-    victims = subject.victims
-    model = plan.model if subject.run_round is None else f"{plan.model} after {subject.run_round} rounds"
-    return Report(
-        title=f"{model} on {plan.data}",
-        created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        seconds=0.0,
-        settings={key: list(value) if isinstance(value, tuple) else value for key, value in asdict(plan).items()},
-        environment=record.environment(),
-        seed=plan.seed,
-        metrics={},
-        lineup=0,
-        chance=1.0,
-        originals=[
-            Original(i, victims.classes[int(victims.labels[i])], scoring.to_png(victims.pixels([i])[0]))
-            for i in range(len(victims))
-        ],
-        columns=columns,
-        floors=[],
-        attacks=[AttackInfo(n, to_text(a), to_spec(a), is_adaptive(a)) for n, a in subject.attacks.items()],
-        defenses=[DefenseInfo(n, to_text(d), to_spec(d), []) for n, d in subject.defenses.items()],
-        rows=[],
-    )
-
-
-def _continue(fresh: Report, before: Report) -> Report:
-    """Return the earlier report with its finished rows, if it was of the same audit."""
-    for key, value in fresh.settings.items():
-        if key not in SHARED and before.settings.get(key) != value:
-            raise ConfigError(f"the audit to resume had {key} = {before.settings.get(key)!r}, not {value!r}")
-    if [d.text for d in before.defenses] != [d.text for d in fresh.defenses]:
-        raise ConfigError("the audit to resume had other defenses: choose another folder")
-    rows = [row for row in before.rows if row.status in ("ok", "refused")]
-    return replace(before, rows=rows, settings=fresh.settings, environment=fresh.environment, cut=[], findings=[])

@@ -183,6 +183,7 @@ def describe_uploads(column: Column, sent: Sequence[Sent]) -> Upload:
         cosine=fmean(_cosine(s.grads, s.seen.grads) for s in sent),
         residual_ratio=fmean(held) if held else None,
         seconds=fmean(s.seconds for s in sent),
+        waited=fmean(s.waited for s in sent),
         layers=[
             Layer(name, g.numel(), *(fmean(layer[name][i] for layer in per_layer) for i in range(3)))
             for name, g in first.items()

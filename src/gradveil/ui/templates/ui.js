@@ -24,7 +24,7 @@
     });
   };
   // A hardened release scales its noise with the gradient, plain noise does not: each has its own sensible start.
-  $("defense").addEventListener("change", () => { $("noise").value = $("defense").value === "hardened" ? 0.6 : -2; });
+  $("defense").addEventListener("change", () => { $("noise").value = $("defense").value === "hardened" ? 1.8 : -2; });
   $("controls").addEventListener("input", refresh);
   refresh();
 
