@@ -17,10 +17,24 @@ from gradveil import data, paper
 from gradveil.attacks import ATTACKS
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.defenses import DEFENSES
-from gradveil.errors import ConfigError
-from gradveil.reproduce import SCALES, Session, board, cards, entries, figures, pages, run, store, tables, trained, view
+from gradveil.errors import ConfigError, NeedError
+from gradveil.reproduce import (
+    SCALES,
+    Session,
+    attacked,
+    board,
+    cards,
+    entries,
+    figures,
+    pages,
+    run,
+    store,
+    tables,
+    trained,
+    view,
+)
 from gradveil.reproduce.attacked import victims
-from gradveil.reproduce.cells import AttackCell, TrainingCell, key
+from gradveil.reproduce.cells import AttackCell, TrainingCell, definition, key
 from gradveil.reproduce.figures import Figure
 from gradveil.reproduce.tables import Entry
 from gradveil.spec import build
@@ -178,6 +192,18 @@ def test_copies_of_private_pictures_are_left_out_of_the_strip(in_scratch: Path) 
     assert bool((spread[copies] < 0.02).all()), "a plain tile has no contrast"
 
 
+def test_an_upload_that_carries_nothing_is_not_scored(in_scratch: Path) -> None:
+    cell = TINY.attack("ig+mask", "hardened", local_steps=2)
+    place = attacked.Place(TINY, None, torch.device("cpu"), None)
+    with pytest.raises(NeedError, match="sent nothing"):
+        attacked.perform(cell, place, in_scratch / "strip.webp")
+    (released,) = do(TINY, in_scratch, "rob+fit_hardened_*", "beyond")
+    assert released.status == "done", released.note
+    result = store.load(store.path_of(in_scratch, "quick", released.cell))
+    assert result["bytes_up"] > 1000
+    assert result["waited"] == [3], "4 batches of 9 make 32 examples"
+
+
 def test_fedavg_and_chained_cells_run(in_scratch: Path) -> None:
     scale = replace(TINY, pictures=1)
     done = do(scale, in_scratch, "ig+mask_dgp_*_local2_*") + do(scale, in_scratch, "ig+chain_dgp_*")
@@ -260,6 +286,7 @@ def fake(cell: AttackCell, ssim: float, lpips: float, seed: int = 0) -> dict[str
         "seed": seed,
         "n": 4,
         "victims": [1, 2, 3, 4],
+        "definition": definition(cell),
         "scores": scores,
         "transformed_scores": None,
         "floor": {"grey": {"ssim": 0.1}},
@@ -285,7 +312,7 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
     sentences = [row for row in text.splitlines() if row.startswith("- dgp: ")]
     assert len(sentences) == 1, "LPIPS agrees, SSIM does not"
     assert "SSIM 0.090 against 0.287" in sentences[0]
-    assert "data range" in sentences[0]
+    assert "a guess, not tested: the paper's SSIM has a data range of 2" in sentences[0]
     assert "never isolates the last bin" in text
     assert "not run" in text
     # A result of an older definition of the cell is not passed off as this one.
@@ -293,6 +320,14 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
     other["cell"] = {**other["cell"], "attack_text": "inverting_gradients(steps=3)"}
     store.write(store.path_of(tmp_path, "full", dgp), other)
     assert len(figures.results_of(tmp_path, "full", Entry("", "", dgp))) == 1
+
+
+def test_a_changed_default_makes_an_old_result_another_cell(tmp_path: Path) -> None:
+    cell = FULL.attack("ig+mask", "hardened1")
+    old = fake(cell, 0.2, 0.4)
+    old["definition"]["defense"]["noise"] = 1.0
+    store.write(store.path_of(tmp_path, "full", cell), old)
+    assert figures.results_of(tmp_path, "full", Entry("", "", cell)) == []
 
 
 def test_spread_is_of_pictures_or_of_seeds_whichever_is_wider() -> None:

@@ -20,7 +20,7 @@ from ..audit.report import Column, ColumnInfo
 from ..core import Attack, Reconstruction
 from ..data import Dataset, Split, to_pixels
 from ..defenses import DEFENSES
-from ..errors import ConfigError
+from ..errors import ConfigError, NeedError
 from ..gate import observe
 from ..generator import GeneratorSettings, load_generator, train_generator
 from ..gradients import local_update, parameters
@@ -28,7 +28,7 @@ from ..metrics.perceptual import lpips_weights
 from ..spec import build, to_text
 from ..training.job import fitted, own_randomness
 from ..veil import Veil, derive_rng
-from .cells import AttackCell
+from .cells import AttackCell, definition
 from .scales import Scale
 from .store import save_strip
 from .weights import trained_weights
@@ -99,6 +99,9 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         sent = _fedavg(cell, subject)
     else:
         sent = clients.uploads(plan, subject, column, cell.defense, attack)
+    if not all(any(bool(g.any()) for g in s.seen.grads.values()) for s in sent):
+        # An attack on nothing scores like perfect privacy, whatever the defense is worth once it does send.
+        raise NeedError(f"{cell.defense} sent nothing in round {cell.rounds}: attack an upload that carries something")
     seen = [s.seen if cell.adaptive else replace(s.seen, defense=None) for s in sent]
     if "prior" in attack.needs:
         prior = _generator(place.scale, subject.public, cell.seed).to(device)
@@ -108,8 +111,8 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         found = attack.run_many(seen, rngs)
     save_strip(strip, torch.cat([_tiles(s, f, data) for s, f in zip(sent, found, strict=True)]))
     return {
-        "attack_spec": to_text(attack),
-        "defense_spec": to_text(defense),
+        "definition": definition(cell),
+        "attack_used": to_text(attack),
         "n": cell.pictures,
         "victims": chosen,
         "scores": _scores(sent, found, data, transformed=False),
@@ -117,6 +120,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         "floor": _floor(sent, subject, data, cell.seed),
         "loss": [f.loss for f in found],
         "distance": [_distance(s) for s in sent],
+        "waited": [s.waited for s in sent],
         "bytes_up": sum(s.nbytes for s in sent) / len(sent),
         "bytes_dense": sum(g.numel() * g.element_size() for g in sent[0].grads.values()),
     }
@@ -176,7 +180,7 @@ def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
             local_steps=cell.local_steps,
             local_lr=LOCAL_RATE,
         )
-        sent.append(Sent(seen, batch, used, update, payload.nbytes, sum(veil.seconds), None))
+        sent.append(Sent(seen, batch, used, update, payload.nbytes, sum(veil.seconds), None, 0))
     return sent
 
 

@@ -1,9 +1,14 @@
 """What one result file is about: an attack, a training run, or a cost."""
 
+import json
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from .. import check
+from ..attacks import ATTACKS
+from ..defenses import DEFENSES
+from ..spec import build, to_spec
 from ..training import Settings
 
 
@@ -92,6 +97,13 @@ class CostCell:
     def stem(self) -> str:
         """The file's name but for the seed."""
         return f"cost_{self.defense}_{self.model}"
+
+
+def definition(cell: AttackCell) -> dict[str, Any]:
+    """Return attack and defense with every field: a default that changes later makes it another cell."""
+    attack, defense = build(ATTACKS, cell.attack_text, "attack"), build(DEFENSES, cell.defense_text, "defense")
+    plain: dict[str, Any] = json.loads(json.dumps({"attack": to_spec(attack), "defense": to_spec(defense)}))
+    return plain
 
 
 Cell = AttackCell | TrainingCell | CostCell

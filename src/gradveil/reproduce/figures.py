@@ -12,10 +12,11 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from . import store, trained
-from .cells import AttackCell, CostCell, TrainingCell
+from .cells import AttackCell, CostCell, TrainingCell, definition
 from .tables import Entry
 
 UNKNOWN = "no reason known yet."
+UNTESTED = "a guess, not tested:"
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ def results_of(folder: Path, scale: str, entry: Entry) -> list[dict[str, Any]]:
 
 def _of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
     """Say whether a result is of this cell as it is defined now, but for its seed."""
+    if isinstance(cell, AttackCell) and result["definition"] != store.plain(definition(cell)):
+        return False
     return all(result["cell"].get(name) == value for name, value in vars(cell).items() if name != "seed")
 
 
@@ -105,15 +108,15 @@ def reason(entry: Entry, metric: str) -> str:
     """Return why a figure differs from the paper's, as far as it is known."""
     for known in reasons():
         if fnmatch(entry.cell.stem, known["cells"]) and fnmatch(metric, known["metric"]):
-            return str(known["reason"])
+            return str(known["reason"]) if known.get("checked") else f"{UNTESTED} {known['reason']}"
     return UNKNOWN
 
 
 @cache
-def reasons() -> list[dict[str, str]]:
+def reasons() -> list[dict[str, Any]]:
     """Return the known reasons; of those that match a cell the first counts."""
     text = resources.files("gradveil").joinpath("reproduce/reasons.json").read_text(encoding="utf-8")
-    loaded: list[dict[str, str]] = json.loads(text)
+    loaded: list[dict[str, Any]] = json.loads(text)
     return loaded
 
 

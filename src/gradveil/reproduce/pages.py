@@ -18,7 +18,8 @@ HEAD = """# Results
 
 Every line comes from a result file under `results/` that holds the command, commit, hardware, seconds, seed and the
 score of every single picture. "Paper" is what the DGP paper (AAAI 2024) prints. Where ours differs from it by more than
-the spread, a sentence below the table says why, as far as that is known.
+the spread, a sentence below the table says why, or what we guess. A `+` behind a commit means that the code had changes
+that were not committed. Uploads without content are never scored.
 
 - LPIPS: low means recovered. SSIM: high means recovered. "SSIM (paper's)" uses a flat 7x7 window and a data range
   of 2, which the paper's figures fit and under which plain grey scores about 0.25; "SSIM" is the usual one. "Blind" is
@@ -135,7 +136,8 @@ def _run(result: dict[str, Any]) -> str:
     where = result["environment"]
     used_gpu = str(result.get("device") or result.get("resolved", {}).get("device", "")).startswith("cuda")
     hardware = where["gpu"] if used_gpu else f"{where['cores']} CPU cores"
-    commit = (where["commit"] or "unknown")[:10]
+    commit = where["commit"] or "unknown"
+    commit = commit[:10] + ("+" if commit.endswith("+") else "")
     return f"{hardware}, {where['time'][:10]}, `{commit}`"
 
 

@@ -24,7 +24,13 @@ ATTACKERS = {
 }
 ADAPTED = {"ig": "ig+mask", "gi": "gi+mask", "rob": "rob+fit", "rgap": "rgap+mask"}
 # Defenses whose text is not their name. Attacks meet Outpost with its gate open: shut, it is no defense at all.
-TEXTS = {"topk5": "topk(keep=0.05)", "dgp-nofeedback": "dual_prune", "adgp-nofeedback": "aligned_dual_prune"}
+# Hardened sends nothing until it has mixed 32 examples: `hardened1` is its mechanism on one example, the harder case.
+TEXTS = {
+    "hardened1": "hardened(examples=1)",
+    "topk5": "topk(keep=0.05)",
+    "dgp-nofeedback": "dual_prune",
+    "adgp-nofeedback": "aligned_dual_prune",
+}
 SMALL_POLICY = "ats(policy='21-13-3+7-4-15')"
 
 
