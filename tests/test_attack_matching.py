@@ -114,6 +114,11 @@ def test_a_bottleneck_is_gone_round():
     seen = uploads(defense.prepare_model(model()), ONES, defense)
     assert all(before_bottleneck(one) is not one for one in seen)
     assert ssim(QUICK, seen, ONES) > ssim(Blind(), seen, ONES) + 0.1
+    pair = [batch(0, 2)]
+    seen = uploads(defense.prepare_model(model()), pair, defense)
+    naive = replace(QUICK, masked="never", weighting="none")
+    assert not naive.adaptive
+    assert ssim(QUICK, seen, pair) > ssim(naive, seen, pair) + 0.1
 
 
 def test_together_as_one_by_one_and_over_different_models():

@@ -13,6 +13,7 @@ from ..core import Batch, Defense, Grads, LossFn, Observation, Step
 from ..defenses import Chain, ErrorFeedback
 from ..errors import GradveilError
 from ..gradients import gradient
+from .bypass import INNER
 from .space import device_of
 
 log = logging.getLogger(__name__)
@@ -83,7 +84,7 @@ class Imitation:
             step = replace(step, mask=self.defense.propose(grads, state, step))
         return flat(self.defense.apply(grads, state, step)[0])
 
-    def behaviour(self, loss_fn: LossFn) -> list[Behaviour]:
+    def behaviour(self, loss_fn: LossFn) -> dict[str, Behaviour]:
         """Return what the defense does to each tensor of a typical gradient.
 
         The attacker runs the client's own code, so it needs no list of defenses. What differs between runs is noise;
@@ -97,7 +98,8 @@ class Imitation:
             typical.append((g + jitter).flatten())
         sizes = [t.numel() for t in typical]
         runs = [self(torch.cat(typical), seed).split(sizes) for seed in range(RUNS)]
-        return [_compare(own, torch.stack(sent)) for own, *sent in zip(typical, *runs, strict=True)]
+        found = [_compare(own, torch.stack(sent)) for own, *sent in zip(typical, *runs, strict=True)]
+        return dict(zip(self.like, found, strict=True))
 
 
 def _compare(own: Tensor, sent: Tensor) -> Behaviour:
@@ -117,7 +119,7 @@ class Understanding(NamedTuple):
     """What the attacker found out about a client's defense before it looked at any upload."""
 
     imitation: Imitation | None = None
-    behaviour: list[Behaviour] | None = None  # None: only what arrived is evidence
+    behaviour: dict[str, Behaviour] | None = None  # None: only what arrived is evidence
 
 
 def understand(seen: Observation) -> Understanding:
@@ -181,8 +183,9 @@ def aim(
     """
     known = known or understand(seen)
     guess = Behaviour(looks_pruned(seen.grads), 0.0, False)
-    tensors = list(zip(seen.grads.values(), known.behaviour or [guess] * len(seen.grads), strict=True))
-    pruned = [masked == "always" or (masked == "auto" and does.prunes) for _, does in tensors]
+    does = known.behaviour or {}
+    tensors = [(g, does.get(name.removeprefix(INNER), guess)) for name, g in seen.grads.items()]
+    pruned = [masked == "always" or (masked == "auto" and done.prunes) for _, done in tensors]
     weight = torch.cat(
         [
             ((g != 0) if hidden else torch.ones_like(g)).to(g.dtype).flatten()
@@ -190,7 +193,7 @@ def aim(
         ]
     )
     weight = weight * freshness(seen)
-    noise = torch.cat([torch.full_like(g, does.noise).flatten() for g, does in tensors]) * weight
+    noise = torch.cat([torch.full_like(g, done.noise).flatten() for g, done in tensors]) * weight
     sent = flat(seen.grads)
     noise_share = float(noise.square().sum() / (sent * weight).square().sum().clamp_min(1e-30))
     if weighting == "auto" and noise_share:
@@ -199,7 +202,9 @@ def aim(
         trust = 1 / noise.clamp_min(0.1 * float(typical) + 1e-30)
         weight = weight * trust / trust.amax()
     edges = [_band(g) if hidden else (torch.zeros_like(g),) * 2 for (g, _), hidden in zip(tensors, pruned, strict=True)]
-    bends = reapply == "always" or (reapply == "auto" and any(does.bends for _, does in tensors))
+    bends = reapply == "always" or (reapply == "auto" and any(done.bends for _, done in tensors))
+    # The imitation wants whole gradients; of a model that was cut off there are none.
+    bends = bends and known.imitation is not None and known.imitation.like.keys() == seen.grads.keys()
     return Target(
         sent * weight,
         None if bool((weight == 1).all()) else weight,

@@ -1,5 +1,6 @@
-"""Going round PRECODE's bottleneck: for one example its own gradient tells all that its noise was meant to hide."""
+"""Going round PRECODE's bottleneck: the bottleneck's own gradient tells what its noise was meant to hide."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -7,6 +8,8 @@ from torch import Tensor, nn
 
 from ..core import Observation
 from ..defenses.precode import Bottleneck
+
+INNER = "inner."  # goes before the names of a model's parameters once it is cut off
 
 
 class UpToEncoder(nn.Module):
@@ -39,23 +42,25 @@ def along(outputs: Tensor, directions: Tensor) -> Tensor:
 def before_bottleneck(seen: Observation) -> Observation:
     """Return the observation of an equivalent client without noise, or `seen` where there is no bottleneck to cut.
 
-    The encoder's bias gradient is the loss's slope at the encoder's output, noise and divergence included. A client
-    whose loss is the product with that slope has the same gradients in every layer up to the encoder. The slope takes
-    the place of the labels. Holds for one example whose bias gradient arrived whole.
+    The encoder's bias gradient is the mean over the batch of the loss's slope at the encoder's output, noise and
+    divergence included. A client whose loss is the product with these slopes has the same gradients in every layer up
+    to the encoder. The slopes take the place of the labels: exact for one example; for more, a start for searching
+    them along with the pictures. Needs the bias gradient whole.
     """
     found = [name for name, module in seen.model.named_modules() if isinstance(module, Bottleneck)]
-    if len(found) != 1 or seen.num_examples != 1 or seen.local_steps != 1:
+    slope = seen.grads.get(f"{found[0]}.encode.bias") if len(found) == 1 else None
+    if slope is None or seen.local_steps != 1 or bool((slope == 0).any()):
         return seen
-    encoder = f"{found[0]}.encode"
-    slope = seen.grads.get(f"{encoder}.bias")
-    if slope is None or bool((slope == 0).any()):
-        return seen
-    head = found[0].rpartition(".")[0]  # bottleneck and classifier, side by side
-    upstream = [name for name in seen.grads if name == f"{encoder}.weight" or not name.startswith(f"{head}.")]
+    inner = copy.deepcopy(seen.model)
+    for module in inner.modules():
+        if hasattr(module, "auxiliary_loss"):
+            module.auxiliary_loss = None  # type: ignore[assignment]  # the slopes hold the divergence already
+    encoder, head = f"{found[0]}.encode", found[0].rpartition(".")[0]  # of bottleneck and classifier, side by side
+    upstream = [name for name in seen.grads if name.startswith(f"{encoder}.") or not name.startswith(f"{head}.")]
     return replace(
         seen,
-        model=UpToEncoder(seen.model, encoder),
+        model=UpToEncoder(inner, encoder),
         loss_fn=along,
-        grads={f"inner.{name}": seen.grads[name] for name in upstream},
-        labels=slope[None],
+        grads={f"{INNER}{name}": seen.grads[name] for name in upstream},
+        labels=slope.expand(seen.num_examples, -1),
     )

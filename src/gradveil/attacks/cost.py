@@ -1,6 +1,6 @@
 """The cost of candidates: how badly their gradients fit the upload, and how little they look like pictures."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,9 @@ from .simulate import Simulator
 
 BAND_FROM = 0.2  # share of the steps after which the band counts: before, a candidate's sizes mean little
 GROUP_FROM = 0.25  # and after which the candidates of one upload draw together
+
+
+Labels = Tensor | Callable[[Tensor], Tensor]  # fixed, or made from what is searched along with the pictures
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Comparison:
     def __init__(self, targets: Sequence[Target], terms: Terms) -> None:
         self.terms = terms
         self.sent = torch.stack([t.sent for t in targets])
+        self.length = torch.linalg.vector_norm(self.sent, dim=1)
         self.weight = _stack([t.weight for t in targets], 1.0, self.sent)
         self.responses = [t.response for t in targets if t.response is not None]
 
@@ -41,7 +45,7 @@ class Comparison:
         seen = self._defended(mine) if self.responses else mine
         seen = seen if self.weight is None else seen * self.weight
         if self.terms.objective == "cosine":
-            return objectives.cosine(seen, self.sent)
+            return objectives.cosine(seen, self.sent, self.length)
         return objectives.l2(seen, self.sent, self.terms.normalise)
 
     def _defended(self, mine: Tensor) -> Tensor:
@@ -59,11 +63,11 @@ class Comparison:
 class MatchingCost:
     """`self(variables, progress)` for rows of candidates; see `optimise.Cost`.
 
-    Variables are the candidates `[N, B, ...]` and, where `labels` is None, label logits `[N, B, C]`.
+    Variables are the candidates `[N, B, ...]` and, where `labels` is a function, what it turns into labels.
     """
 
     def __init__(
-        self, simulate: Simulator, targets: Sequence[Target], tv: Sequence[float], labels: Tensor | None, terms: Terms
+        self, simulate: Simulator, targets: Sequence[Target], tv: Sequence[float], labels: Labels, terms: Terms
     ) -> None:
         self.simulate, self.labels, self.terms = simulate, labels, terms
         self.compare = Comparison(targets, terms)
@@ -75,7 +79,7 @@ class MatchingCost:
     def __call__(self, variables: Sequence[Tensor], progress: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is minimised and the matching loss inside it, one value per row each."""
         x, terms = variables[0], self.terms
-        mine, gap = self.simulate(x, self.labels if self.labels is not None else variables[1].softmax(-1))
+        mine, gap = self.simulate(x, self.labels if isinstance(self.labels, Tensor) else self.labels(variables[1]))
         match = total = self.compare(mine)
         if self.tv is not None and x.dim() >= 4:
             total = total + self.tv * objectives.total_variation(x)

@@ -33,6 +33,7 @@ class Joint(Attack):
 
     inner: GradientMatching = field(default_factory=GradientMatching)
     rounds: int = 3
+    adaptive = True  # says that it uses what it knows about the defense
 
     def __post_init__(self) -> None:
         check.at_least(1, rounds=self.rounds)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core import LossFn
+from ..gradients import auxiliary_loss
 from .objectives import statistics_gap
 
 
@@ -58,13 +59,14 @@ def conv2d(layer: nn.Conv2d, a: Tensor, d: Tensor, rows: int) -> dict[str, Tenso
         weight = torch.bmm(d[:, 0], columns[:, 0].transpose(1, 2))
     else:
         weight = torch.einsum("nbol,nbcl->noc", d, columns)
-    return {"weight": weight, "bias": d.sum((1, 3))}
+    return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": d.sum((1, 3))}
 
 
 def linear(layer: nn.Linear, a: Tensor, d: Tensor, rows: int) -> dict[str, Tensor]:
     """Return `[rows, *shape]` gradients of a fully connected layer."""
     a, d = a.reshape(rows, -1, layer.in_features), d.reshape(rows, -1, layer.out_features)
-    return {"weight": torch.bmm(d.transpose(1, 2), a), "bias": d.sum(1)}
+    weight = torch.bmm(d.transpose(1, 2), a)
+    return {"weight": weight} if layer.bias is None else {"weight": weight, "bias": d.sum(1)}
 
 
 def affine(layer: Affine, a: Tensor, d: Tensor, rows: int) -> dict[str, Tensor]:
@@ -111,9 +113,9 @@ class Layered:
         self.captured: Captured = []
         self.layers = {path: m for path, m in self.model.named_modules() if type(m) in RULES}
         covered = {f"{path}.{leaf}" if path else leaf for path in self.layers for leaf in ("weight", "bias")}
-        odd = sorted(trainable - covered)
-        if odd or set(names) != trainable:
-            raise UnsupportedError(f"no rule covers {odd[0] if odd else 'these parameters'}")
+        odd = sorted(set(names) - covered) or sorted(set(names) - trainable)
+        if odd:
+            raise UnsupportedError(f"no rule covers {odd[0]}")
         for path, module in self.layers.items():
             module.register_forward_hook(self._capture(path))
 
@@ -124,9 +126,7 @@ class Layered:
         with torch.enable_grad():
             if not again:
                 x = x.detach().requires_grad_()
-            loss = self.loss_fn(self.model(x.flatten(0, 1)), y.flatten(0, 1))
-            auxiliary = getattr(self.model, "auxiliary_loss", None)
-            loss = loss if auxiliary is None else loss + auxiliary()
+            loss = self.loss_fn(self.model(x.flatten(0, 1)), y.flatten(0, 1)) + auxiliary_loss(self.model)
             seen, self.captured = self.captured, []
             # The loss is a mean over all rows; times the number of rows it is the sum of their own means.
             outputs = [out for *_, out in seen]

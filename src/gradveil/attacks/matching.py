@@ -14,7 +14,7 @@ from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..models.inspect import has_batchnorm
 from .adaptive import Target, Understanding, aim, understand
 from .bypass import before_bottleneck
-from .cost import MatchingCost, Terms
+from .cost import Labels, MatchingCost, Terms
 from .labels import infer_labels
 from .optimise import Cost, Descent, minimise
 from .simulate import simulator
@@ -108,6 +108,11 @@ class GradientMatching(Attack):
         check.at_least(0, coarse=self.coarse)
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the attack uses what it knows about the defense."""
+        return self.masked != "never" or self.weighting != "none" or self.reapply == "always"
+
+    @property
     def needs(self) -> frozenset[Knowledge]:
         return frozenset({"statistics"}) if self.bn else frozenset()
 
@@ -136,10 +141,11 @@ class GradientMatching(Attack):
 
     def aim(self, seen: Observation, known: Understanding | None = None) -> Target:
         """Return what candidates for this upload are compared with; `known` saves trying the defense out again."""
-        how = {"masked": self.masked, "weighting": self.weighting, "reapply": self.reapply}
+        reapply = self.reapply if self.adaptive else "never"
+        how = {"masked": self.masked, "weighting": self.weighting, "reapply": reapply}
         return aim(seen, known, band=self.band > 0, **how)
 
-    def cost(self, seen: Observation, targets: Sequence[Target], labels: Tensor | None) -> MatchingCost:
+    def cost(self, seen: Observation, targets: Sequence[Target], labels: Labels) -> MatchingCost:
         """Return the cost of candidates for uploads of clients like `seen`."""
         terms = self.terms(seen)
         simulate = simulator(seen, statistics=terms.bn > 0, split=self.split)
@@ -187,24 +193,14 @@ class GradientMatching(Attack):
 
     def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
         each = self.restarts
-        naive = self.masked == "never" and self.weighting == "none"
-        views = [c.seen if naive else before_bottleneck(c.seen) for c in clients]
+        views = [before_bottleneck(c.seen) if self.adaptive else c.seen for c in clients]
         first = views[0]
-        # Clients alike behave alike, but each may be attacked with another knowledge of its defense.
-        known = understand(first) if any(c.target is None for c in clients) else None
-        aims = [
-            c.target or self.aim(v, known if v.defense == first.defense else None)
-            for c, v in zip(clients, views, strict=True)
-        ]
+        known = understand(clients[0].seen) if self.adaptive else Understanding()
+        aims = [c.target or self.aim(v, known) for c, v in zip(clients, views, strict=True)]
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
         begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
-        labels = None
-        if self.labels == "joint":
-            shape = (first.num_examples, first.num_classes)
-            begin.append(torch.stack([torch.randn(shape, generator=rng) for rng in rngs]).to(begin[0].device))
-        else:
-            guessed = [infer_labels(v) if v.labels is None else v.labels.to(begin[0].device) for v in views]
-            labels = torch.stack(guessed).repeat_interleave(each, 0)
+        labels, searched = self._labels(views, rngs)
+        begin += searched
         cost: Cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
         if self.coarse:
             begin[0] = begin[0][..., : self.coarse, : self.coarse].contiguous()
@@ -214,16 +210,33 @@ class GradientMatching(Attack):
             found[0] = enlarge(found[0], first.input_shape)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each
         return [
-            Reconstruction(found[0][i], self._named(c, labels, found, i), float(losses[i]), {"steps": done})
+            Reconstruction(found[0][i], self._named(c, found, labels, i), float(losses[i]), {"steps": done})
             for c, i in zip(clients, best.tolist(), strict=True)
         ]
 
-    def _named(self, client: "_Client", labels: Tensor | None, found: Sequence[Tensor], row: int) -> Tensor:
+    def _labels(self, views: Sequence[Observation], rngs: Sequence[torch.Generator]) -> tuple[Labels, list[Tensor]]:
+        """Return the labels of all rows, or how they come from a further variable, and where that begins."""
+        device, each, first = device_of(views[0]), self.restarts, views[0]
+        if self.labels == "joint":
+            shape = (first.num_examples, first.num_classes)
+            logits = torch.stack([torch.randn(shape, generator=rng) for rng in rngs]).to(device)
+            return (lambda searched: searched.softmax(-1)), [logits]
+        known = [infer_labels(v) if v.labels is None else v.labels.to(device) for v in views]
+        labels = torch.stack(known).repeat_interleave(each, 0)
+        if not labels.is_floating_point() or first.num_examples == 1:
+            return labels, []
+        # The mean of unknown slopes (see `bypass`): search them from there, in units of their size.
+        size = labels.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-30)
+        spread = torch.stack([torch.randn(labels.shape[1:], generator=rng) for rng in rngs]).to(device)
+        return (lambda searched: searched * size), [labels / size + 0.1 * spread]
+
+    def _named(self, client: "_Client", found: Sequence[Tensor], labels: Labels, row: int) -> Tensor:
+        if self.labels == "joint":
+            return found[1][row].argmax(-1)
         if client.seen.labels is not None:
             return client.seen.labels
-        if labels is None:
-            return found[1][row].argmax(-1)
-        return labels[row] if not labels.is_floating_point() else infer_labels(client.seen)
+        plain = isinstance(labels, Tensor) and not labels.is_floating_point()
+        return labels[row] if plain and isinstance(labels, Tensor) else infer_labels(client.seen)
 
 
 def enlarged(cost: Cost, shape: tuple[int, ...]) -> Cost:

@@ -34,8 +34,8 @@ def inner(mine: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
     return cross, square
 
 
-def cosine(mine: Tensor, sent: Tensor) -> Tensor:
-    """Return 1 - the cosine of the angle between the rows, over all tensors together.
+def cosine(mine: Tensor, sent: Tensor, length: Tensor | None = None) -> Tensor:
+    """Return 1 - the cosine of the angle between the rows, over all tensors together; `length` is that of `sent`.
 
     >>> cosine(torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, 0.0]]))
     tensor([0.8039])
@@ -44,7 +44,7 @@ def cosine(mine: Tensor, sent: Tensor) -> Tensor:
     tensor([0.])
     """
     cross, square = inner(mine, sent)
-    known: Tensor = torch.linalg.vector_norm(sent, dim=1)
+    known: Tensor = torch.linalg.vector_norm(sent, dim=1) if length is None else length
     return 1 - cross / (_root(square) * known.clamp_min(FLOOR))
 
 

@@ -13,6 +13,7 @@ from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
 from ..errors import NeedError
 from ..gradients import parameters
 from .adaptive import Target, flat, forgets, shaped
+from .capture import full_precision
 from .matching import GradientMatching
 from .simulate import simulator
 from .space import alike
@@ -45,6 +46,8 @@ class RepeatedRounds(Attack):
     """
 
     inner: GradientMatching = field(default_factory=GradientMatching)
+
+    adaptive = True  # says that it uses what it knows about the defense
 
     @property
     def needs(self) -> frozenset[Knowledge]:
@@ -111,6 +114,8 @@ class Chained(Attack):
 
     inner: GradientMatching = field(default_factory=GradientMatching)
 
+    adaptive = True  # says that it uses what it knows about the defense
+
     @property
     def needs(self) -> frozenset[Knowledge]:
         return self.inner.needs | {"rounds", "defense"}
@@ -144,7 +149,7 @@ class Chained(Attack):
             raise NeedError("the chain needs labels: grant them or let the inner attack infer them")
         sent = flat(seen.grads)
         simulate = simulator(seen, split=self.inner.split)
-        with torch.no_grad():
+        with torch.no_grad(), full_precision():
             mine = simulate(found.inputs[None], labels.to(sent.device)[None])[0][0]
         total = mine + kept
         hit = sent != 0

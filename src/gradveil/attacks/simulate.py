@@ -12,7 +12,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core import Batch, Grads, LossFn, Observation
 from ..errors import NeedError
-from ..gradients import gradient, parameters
+from ..gradients import auxiliary_loss, gradient, parameters
+from .capture import full_precision
 from .layers import Layered, UnsupportedError
 from .objectives import statistics_gap
 
@@ -35,7 +36,8 @@ def simulator(seen: Observation, *, statistics: bool = False, split: bool = Fals
     if seen.local_steps == 1:
         try:
             fast = Layered(seen.model, seen.loss_fn, names, statistics)
-            _check(fast, seen)
+            with full_precision():
+                _check(fast, seen)
             return fast
         except UnsupportedError as reason:
             log.info("layer rules do not apply (%s): using vmap", reason)
@@ -48,6 +50,8 @@ def _check(fast: Layered, seen: Observation) -> None:
     rng = torch.Generator().manual_seed(0)
     x = torch.rand(2, seen.num_examples, *seen.input_shape, generator=rng).to(device)
     y = torch.randint(seen.num_classes, (2, seen.num_examples), generator=rng).to(device)
+    if seen.labels is not None and seen.labels.is_floating_point():
+        y = torch.stack([seen.labels.to(device)] * 2)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         mine = fast(x, y)[0][0].detach()
     right = gradient(copy.deepcopy(seen.model), seen.loss_fn, Batch(x[0], y[0]))
@@ -92,9 +96,7 @@ class Vmapped:
 
     def _gradient(self, params: Grads, x: Tensor, y: Tensor) -> tuple[Grads, Tensor]:
         def loss_of(p: Grads) -> tuple[Tensor, Tensor]:
-            loss = self.loss_fn(functional_call(self.model, p, (x,)), y)
-            auxiliary = getattr(self.model, "auxiliary_loss", None)
-            loss = loss if auxiliary is None else loss + auxiliary()
+            loss = self.loss_fn(functional_call(self.model, p, (x,)), y) + auxiliary_loss(self.model)
             return loss, loss.new_zeros(()) if self.statistics is None else self.statistics.gap()
 
         out: tuple[Grads, Tensor] = grad(loss_of, has_aux=True)(params)

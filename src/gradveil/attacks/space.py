@@ -54,7 +54,7 @@ def alike(seen: Sequence[Observation]) -> list[list[int]]:
 def _equal(a: Observation, b: Observation) -> bool:
     def facts(o: Observation) -> tuple[object, ...]:
         shapes = [(name, g.shape, g.device) for name, g in o.grads.items()]
-        client = (o.loss_fn, o.local_steps, o.local_lr, o.model.training, type(o.model), str(o.model))
+        client = (o.defense, o.loss_fn, o.local_steps, o.local_lr, o.model.training, type(o.model), str(o.model))
         return (*client, o.num_examples, o.input_shape, o.num_classes, o.mean, o.std, shapes)
 
     if facts(a) != facts(b):

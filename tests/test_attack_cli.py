@@ -1,0 +1,88 @@
+"""`gradveil attack` and `gradveil bench attack` from the outside."""
+
+import json
+
+import pytest
+import torch
+from PIL import Image
+from typer.testing import CliRunner
+
+from gradveil.cli import app, commands  # noqa: F401
+from gradveil.cli.attack import paint
+from gradveil.cli.attack_job import AttackJob, AttackSettings, with_steps
+from gradveil.errors import ConfigError
+
+FEW = ["attack", "--data", "digits", "--pictures", "2", "--group", "1", "--steps", "3", "--no-progress"]
+
+
+def call(*words):
+    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+
+
+def test_pictures_scores_and_going_on(tmp_path):
+    command = [*FEW, "--defense", "dgp", "--out", str(tmp_path)]
+    assert call(*command).exit_code == 0
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert len(scores["scores"]["mse"]) == 2
+    assert set(scores["floor"]) == {"mean_image", "grey", "random_picture"}
+    assert scores["attack"]["steps"] == 3
+    assert scores["defense"]["name"] == "error_feedback"
+    assert scores["threat"]["labels"]
+    with Image.open(tmp_path / "pictures.png") as image:
+        assert image.width > 2 * 8
+    kept, lost = (tmp_path / f"part-000{i}.json" for i in (0, 1))
+    before = kept.stat().st_mtime_ns
+    lost.unlink()
+    assert call(*command).exit_code == 0
+    assert kept.stat().st_mtime_ns == before
+    assert lost.exists()
+    again = json.loads((tmp_path / "scores.json").read_text())
+    assert again["scores"] == scores["scores"]
+
+
+def test_another_attack_does_not_go_on_with_this_one(tmp_path):
+    call(*FEW, "--out", str(tmp_path))
+    with pytest.raises(ConfigError, match="other settings"):
+        call(*FEW, "--seed", "1", "--out", str(tmp_path))
+
+
+def test_attacks_that_remember_get_their_rounds(tmp_path):
+    command = [*FEW, "--attack", "joint(rounds=2)", "--defense", "dgp"]
+    with pytest.raises(ConfigError, match="--rounds"):
+        call(*command, "--out", str(tmp_path / "none"))
+    assert call(*command, "--rounds", "2", "--out", str(tmp_path / "two")).exit_code == 0
+    frozen = [*FEW, "--attack", "repeated_rounds", "--rounds", "2", "--freeze", "--labels", "inferred"]
+    assert call(*frozen, "--defense", "dgp", "--out", str(tmp_path / "three")).exit_code == 0
+
+
+def test_the_attacked_pictures_are_the_same_with_and_without_earlier_rounds():
+    plain = AttackJob(AttackSettings(data="digits", pictures=4, batch_size=2))
+    later = AttackJob(AttackSettings(data="digits", pictures=4, batch_size=2, rounds=2))
+    assert torch.equal(plain.truth(1).inputs, later.truth(1).inputs)
+    used = [later.indices(upload, round_) for upload in range(2) for round_ in range(3)]
+    assert len({i for part in used for i in part}) == 12
+    assert len(later.observe(1).earlier) == 2
+
+
+def test_steps_reach_the_attack_inside():
+    job = AttackJob(AttackSettings(attack="chained(gradient_matching(lr=0.3))", steps=7, rounds=1))
+    assert job.attack.inner.steps == 7
+    assert job.attack.inner.lr == 0.3
+    with pytest.raises(ConfigError, match="no steps"):
+        with_steps(AttackJob(AttackSettings(attack="blind")).attack, 3)
+
+
+def test_originals_stand_above_reconstructions():
+    image = paint(torch.ones(3, 1, 8, 8), torch.zeros(3, 1, 8, 8))
+    scale = 96 // 8
+    assert image.getpixel((0, 0)) == (255, 255, 255)
+    assert image.getpixel((0, 9 * scale)) == (0, 0, 0)
+
+
+def test_bench_prints_and_writes_figures(tmp_path):
+    file = tmp_path / "bench.json"
+    words = ["bench", "attack", "--data", "digits", "--pictures", "2", "--steps", "1", "--repeats", "1"]
+    assert call(*words, "--device", "cpu", "--json", str(file)).exit_code == 0
+    figures = json.loads(file.read_text())
+    assert set(figures["milliseconds"]) == {"one by one", "layer rules, eager", "vmap, eager"}
+    assert figures["slope_difference"] < 1e-3
