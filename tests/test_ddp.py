@@ -30,6 +30,7 @@ from gradveil import (
     wire,
 )
 from gradveil.core import Defense, Grads, Masks, Step
+from gradveil.defenses import ATS, PRECODE, Hardened
 from gradveil.engines.ddp import Guard, attach
 from gradveil.engines.packing import pack_bits, pack_sparse, unpack_bits, unpack_sparse
 from gradveil.errors import EngineError, NeedError, StateError
@@ -82,10 +83,16 @@ def outcome(model: nn.Module, guard: Guard) -> dict[str, Tensor]:
     }
 
 
-def train_with(defense: Defense, **options: object) -> Callable[[int], dict[str, Tensor]]:
+HARDENED = Hardened(noise=2.0, examples=16)
+NOISY = Chain(ErrorFeedback(DualPrune()), GaussianNoise(0.01))
+
+
+def train_with(
+    defense: Defense, num_examples: int | None = None, **options: object
+) -> Callable[[int], dict[str, Tensor]]:
     def scenario(rank: int) -> dict[str, Tensor]:
         model = wrap(**options)
-        guard = attach(model, defense, seed=SEED)
+        guard = attach(model, defense, seed=SEED, num_examples=num_examples)
         run_steps(model, rank)
         return outcome(model, guard)
 
@@ -118,9 +125,9 @@ class Forked(nn.Module):
         return out
 
 
-def unused(rank: int) -> dict[str, Tensor]:
+def unused(rank: int, defense: Defense | None = None) -> dict[str, Tensor]:
     model = DistributedDataParallel(Forked(), find_unused_parameters=True)
-    guard = attach(model, dgp())
+    guard = attach(model, defense or dgp())
     for step in range(3):
         model.zero_grad(set_to_none=True)
         batch = batch_of(rank, step)
@@ -230,7 +237,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "view": train_with(dgp(), gradient_as_bucket_view=True),
     "static": train_with(dgp(), static_graph=True),
     "dense": train_with(Identity()),
-    "noise": train_with(Chain(ErrorFeedback(DualPrune()), GaussianNoise(0.01))),
+    "noise": train_with(NOISY),
     "aligned": train_with(ErrorFeedback(AlignedDualPrune())),
     "accumulate": accumulate,
     "unused": unused,
@@ -240,6 +247,8 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "rescaled": rescaled,
     "resume": resume,
     "join": join_uneven,
+    "hardened": train_with(HARDENED, num_examples=8),
+    "unused whole": lambda rank: unused(rank, NOISY),
 }
 ON_FOUR = ("dgp", "dense", "aligned")
 
@@ -325,7 +334,7 @@ def reference(
         sent = []
         for rank in range(world):
             rng = derive_rng(SEED, f"rank{rank}", step)
-            out, states[rank] = defense.apply(grads[rank], states[rank], Step(rng, step, mask=mask))
+            out, states[rank] = defense.apply(grads[rank], states[rank], Step(rng, step, mask=mask, num_examples=8))
             sent.append(out)
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -342,7 +351,8 @@ DEFENSES: dict[str, Defense] = {
     "static": dgp(),
     "rescaled": dgp(),
     "dense": Identity(),
-    "noise": Chain(ErrorFeedback(DualPrune()), GaussianNoise(0.01)),
+    "noise": NOISY,
+    "hardened": HARDENED,
     "aligned": ErrorFeedback(AlignedDualPrune()),
     "resume": dgp(),
 }
@@ -404,6 +414,10 @@ def test_unused_parameters_keep_their_residual(results: Results) -> None:
         for name in ("side.weight", "side.bias"):
             assert torch.equal(got[f"held.{name}"], got[f"residual.{name}"])
     assert bool(results[2][0]["unused"]["held.side.weight"].any())
+    # With noise the whole gradient is protected at once; what DDP drops goes back all the same, noise included.
+    noisy = results[2][0]["unused whole"]
+    kept = noisy["residual.side.weight"] - noisy["held.side.weight"]
+    assert 0.005 < float(kept.std()) < 0.05
 
 
 @pytest.mark.engine
@@ -464,6 +478,10 @@ def test_attach_refuses_what_it_cannot_protect() -> None:
     bare = DistributedDataParallel.__new__(DistributedDataParallel)
     with pytest.raises(NeedError, match="needs batch"):
         attach(bare, Peeks())
+    with pytest.raises(NeedError, match="acts in prepare_batch"):
+        attach(bare, ATS())
+    with pytest.raises(NeedError, match="acts in prepare_model"):
+        attach(bare, Chain(PRECODE(), Identity()))
 
 
 def test_packing_round_trips(rng: torch.Generator) -> None:

@@ -26,6 +26,9 @@ def stand_in() -> dict[str, types.ModuleType]:
         def __init__(self, data_kind: str, data: dict[str, Any], meta: dict[str, Any] | None = None) -> None:
             self.data_kind, self.data, self.meta = data_kind, data, meta or {}
 
+        def get_meta_prop(self, key: str, default: Any = None) -> Any:
+            return self.meta.get(key, default)
+
         def to_shareable(self) -> "Shareable":
             return self.update_shareable(Shareable())
 
@@ -53,7 +56,12 @@ def stand_in() -> dict[str, types.ModuleType]:
     contents: dict[str, dict[str, Any]] = {
         "nvflare": {},
         "nvflare.apis": {},
-        "nvflare.apis.dxo": {"DXO": DXO, "DataKind": DataKind, "from_shareable": lambda s: s["DXO"]},
+        "nvflare.apis.dxo": {
+            "DXO": DXO,
+            "DataKind": DataKind,
+            "MetaKey": types.SimpleNamespace(NUM_STEPS_CURRENT_ROUND="NUM_STEPS_CURRENT_ROUND"),
+            "from_shareable": lambda s: s["DXO"],
+        },
         "nvflare.apis.dxo_filter": {"DXOFilter": DXOFilter},
         "nvflare.apis.fl_constant": {
             "FLContextKey": types.SimpleNamespace(APP_ROOT="__app_root__"),

@@ -7,11 +7,9 @@
 Nothing else of the training loop changes.
 """
 
-import contextlib
 import math
 import secrets
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,10 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import tree
 from ..core import Defense, Grads, Masks, State, Step, Tensors
-from ..defenses import AlignedDualPrune, Chain, DualPrune, ErrorFeedback, Identity, TopK
+from ..defenses import AlignedDualPrune, DualPrune, Identity, TopK
 from ..errors import EngineError, NeedError, StateError
 from ..veil import Veil, derive_rng
-from .packing import pack_masks, pack_sparse, sparse_pays, unpack_masks, unpack_sparse
+from .ddp_exchange import Exchange, Transit
+from .fit import parts_of, refuse_unfit
 
 # Operators that treat every tensor alone and draw no random number: a bucket can be protected and sent while backward
 # still runs. Anything else waits for the whole gradient, so that its result does not depend on the buckets.
@@ -43,14 +42,11 @@ class _Bucket:
 
 @dataclass
 class _Flight:
-    """Buckets whose protected values are on their way."""
+    """Buckets whose protected values are on their way; without a transit if the step is void."""
 
     buckets: list[_Bucket]
-    used: list[str] = field(default_factory=list)  # parameters that take part, in order
-    masks: Masks | None = None
-    room: int = 0  # values in a packed message; 0 when `parts` holds one sum
-    parts: list[Tensor] = field(default_factory=list)
-    work: Any = None
+    names: list[str]  # of the parameters, in order
+    transit: Transit | None = None
 
 
 class Guard:
@@ -64,23 +60,26 @@ class Guard:
     """
 
     def __init__(
-        self, model: DistributedDataParallel, defense: Defense, *, seed: int | None = None, scaler: Any = None
+        self,
+        model: DistributedDataParallel,
+        defense: Defense,
+        *,
+        num_examples: int | None = None,
+        seed: int | None = None,
+        scaler: Any = None,
     ) -> None:
-        self.defense = defense
+        params = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
+        self.defense, self.num_examples = defense, num_examples
         self.round = 0
         self.skipped = 0
-        self.bytes_sent = 0  # what this rank handed to collectives
-        self._group = model.process_group
-        self._world, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
-        self._scaler = scaler
-        params = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self._names = {id(p): name for name, p in params.items()}  # by parameter: DDP rebuilds its buckets
         self._like = {name: torch.zeros(p.shape, device=p.device) for name, p in params.items()}
-        self._device = next(iter(self._like.values())).device
+        self._peers = Exchange(model.process_group, next(iter(self._like.values())).device)
+        self._scaler = scaler
         self._seed = secrets.randbits(63) if seed is None else seed
-        self._lottery = self._agree([secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF])[0]
+        self._lottery = self._peers.agree([secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF])[0]
         self._state: State = defense.init(self._like)
-        self._layerwise = _is_layerwise(defense)
+        self._layerwise = all(type(part) in _LAYERWISE for part in parts_of(defense))
         self._may_be_unused = model.find_unused_parameters
         self._waiting: list[_Bucket] = []
         self._flying: list[_Flight] = []
@@ -92,27 +91,40 @@ class Guard:
         """What this rank has held back so far, if the defense keeps it."""
         return self.defense.residual(self._state)
 
+    @property
+    def bytes_sent(self) -> int:
+        """What this rank has handed to collectives so far."""
+        return self._peers.bytes_sent
+
     def state_dict(self) -> Tensors:
         """Return this rank's state as tensors (never the seed); every rank saves its own."""
         return {
             **tree.under("state", self._state),
             "round": torch.tensor(self.round),
             "lottery": torch.tensor(self._lottery),
-            "rank": torch.tensor([self._rank, self._world]),
+            "rank": torch.tensor([self._peers.rank, self._peers.world]),
         }
 
     def load_state_dict(self, saved: Tensors) -> None:
         """Continue from this rank's `state_dict`; raises `StateError` and changes nothing if it does not fit."""
         owner = saved.get("rank", torch.tensor([])).tolist()
-        if owner != [self._rank, self._world]:
+        if owner != [self._peers.rank, self._peers.world]:
             raise StateError(
-                f"this is rank {self._rank} of {self._world}, the state is of (rank, world) = {owner}: "
+                f"this is rank {self._peers.rank} of {self._peers.world}, the state is of (rank, world) = {owner}: "
                 "each rank loads the file it saved"
             )
         probe = Veil(self.defense, self._like)
         probe.load_state_dict(saved)
         self._state = tree.only("state", probe.state_dict())
         self.round, self._lottery = probe.round, int(saved["lottery"])
+
+    def rehearse(self) -> None:
+        """Run the defense once on zeros, so that whatever it lacks is said before training starts."""
+        mask = self.defense.propose(self._like, self._state, self._step(None)) if self._aligned else None
+        try:
+            self.defense.apply(self._like, self._state, self._step(mask))
+        except NeedError as error:
+            raise NeedError(f"{error} (in DDP: ddp.attach(..., num_examples=...))") from error
 
     # register_comm_hook compares these very annotations, and wants the argument called `bucket`.
     def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
@@ -130,143 +142,112 @@ class Guard:
 
     def _launch(self, buckets: list[_Bucket]) -> None:
         """Protect these buckets and start their exchange."""
+        self._peers.step = self.round
         scale = self._scale()
         views = {name: view for bucket in buckets for name, view in bucket.views.items()}
         grads = {name: views[name].float() / scale for name in self._like if name in views}
         finite = all(bool(torch.isfinite(g).all()) for g in grads.values())
-        bad, *touched = self._agree([int(not finite), *(self._touched(g) for g in grads.values())])
-        self._bad = self._bad or bool(bad)
-        # A parameter no rank used keeps grad=None, so DDP would drop a residual sent for it: it takes no part.
-        flight = _Flight(buckets, [name for name, seen in zip(grads, touched, strict=True) if seen])
+        bad, *touched = self._peers.agree([int(not finite), *(self._touched(g) for g in grads.values())])
+        flight = _Flight(buckets, list(grads))
         self._flying.append(flight)
-        if self._bad or not flight.used:
+        self._bad = self._bad or bool(bad)
+        if self._bad:
             return
-        grads = {name: grads[name] for name in flight.used}
-        flight.masks = self._common_mask(grads) if "mask" in self.defense.needs else None
-        sent, state = self.defense.apply(grads, self._state, self._step(flight.masks))
+        masks = self._common_mask(grads) if self._aligned else None
+        sent, state = self.defense.apply(grads, self._state, self._step(masks))
+        unused = {name for name, seen in zip(grads, touched, strict=True) if not seen}
+        if unused:
+            sent, state = self._hold_back(unused, sent, state)
         self._next_state |= state
-        self._exchange(flight, _flatten(sent))
+        flight.transit = self._peers.start(_flatten(sent), None if masks is None else _flatten(masks))
 
-    def _exchange(self, flight: _Flight, flat: Tensor) -> None:
-        """Start the cheapest collective: the sum inside the common mask, packed messages, or the dense sum."""
-        packed = False
-        if flight.masks is not None:
-            flat = flat[_flatten(flight.masks)]
-        else:
-            room = self._agree([int(torch.count_nonzero(flat))])[0]
-            packed = sparse_pays(flat.numel(), room, self._world)
-        with self._explained():
-            if packed:
-                flight.room, message = room, pack_sparse(flat, room)
-                flight.parts = [torch.empty_like(message) for _ in range(self._world)]
-                flight.work = dist.all_gather(flight.parts, message, group=self._group, async_op=True)
-            else:
-                message = flat
-                flight.parts = [message]
-                flight.work = dist.all_reduce(message, group=self._group, async_op=True)
-        self.bytes_sent += message.nbytes
+    def _hold_back(self, unused: set[str], sent: Grads, state: State) -> tuple[Grads, State]:
+        """Keep what was to be sent for parameters no rank used: DDP leaves their grad at None and would drop it."""
+        lost = {name: g if name in unused else torch.zeros_like(g) for name, g in sent.items()}
+        if self.defense.residual(state) is not None:
+            state = self.defense.take_back(lost, state)
+        return tree.sub(sent, lost), state
 
     def _land(self) -> None:
         """Wait for every exchange, fill the buckets and, if all went well, take over the new state."""
         flights, self._flying = self._flying, []
-        for flight in flights:
-            if flight.work is not None:
-                with self._explained():
-                    flight.work.wait()
-        for flight in flights:
-            if not self._bad:
-                self._deliver(flight)
-            for bucket in flight.buckets:
-                if self._bad:
+        means = [self._peers.finish(flight.transit) for flight in flights if flight.transit is not None]
+        if self._bad:
+            for flight in flights:
+                for bucket in flight.buckets:
                     bucket.buffer.fill_(0.0 if self._scaler is None else math.inf)
-                bucket.promise.set_result(bucket.buffer)
+        else:
+            for flight, mean in zip(flights, means, strict=True):
+                self._deliver(flight, mean * self._scale())
+            self._state = {**self._state, **self._next_state}
         self.skipped += int(self._bad)
-        self._state = self._state if self._bad else {**self._state, **self._next_state}
         self.round += 1
         self._next_state, self._bad = {}, False
+        for flight in flights:
+            for bucket in flight.buckets:
+                bucket.promise.set_result(bucket.buffer)
 
-    def _deliver(self, flight: _Flight) -> None:
-        """Write the mean of what all ranks sent into the buckets."""
-        sizes = [self._like[name].numel() for name in flight.used]
-        if not flight.used:
-            flat = torch.zeros(0)
-        elif flight.masks is not None:
-            flat = torch.zeros(sum(sizes), device=self._device)
-            flat.masked_scatter_(_flatten(flight.masks), flight.parts[0])
-        elif flight.room:
-            flat = torch.zeros(sum(sizes), device=self._device)
-            for part in flight.parts:  # in rank order, so that every rank adds alike
-                flat += unpack_sparse(part, sum(sizes), flight.room)
-        else:
-            flat = flight.parts[0]
-        mean = dict(zip(flight.used, torch.split(flat / self._world * self._scale(), sizes), strict=True))
+    def _deliver(self, flight: _Flight, mean: Tensor) -> None:
+        sizes = [self._like[name].numel() for name in flight.names]
+        pieces = dict(zip(flight.names, torch.split(mean, sizes), strict=True))
         for bucket in flight.buckets:
             for name, view in bucket.views.items():
-                view.copy_(mean[name].view(view.shape) if name in mean else torch.zeros_like(view))
+                view.copy_(pieces[name].view(view.shape))
 
     def _common_mask(self, grads: Grads) -> Masks:
         """Return the mask of this step's leader, a rank drawn at random; all ranks draw the same one."""
-        leader = int(torch.randint(self._world, (1,), generator=derive_rng(self._lottery, "leader", self.round)))
-        if leader == self._rank:
-            packed = pack_masks(self.defense.propose(grads, self._state, self._step(None)))
-            self.bytes_sent += packed.nbytes
-        else:
-            size = math.ceil(sum(g.numel() for g in grads.values()) / 8)
-            packed = torch.empty(size, dtype=torch.uint8, device=self._device)
-        with self._explained():
-            dist.broadcast(packed, src=dist.get_global_rank(self._group, leader), group=self._group)
-        return unpack_masks(packed, grads)
+        draw = derive_rng(self._lottery, "leader", self.round)
+        leader = int(torch.randint(self._peers.world, (1,), generator=draw))
+        own = self.defense.propose(grads, self._state, self._step(None)) if leader == self._peers.rank else None
+        return self._peers.common_mask(leader, own, grads)
 
-    def _agree(self, values: list[int]) -> list[int]:
-        """Return the largest of each value over all ranks."""
-        shared = torch.tensor(values, dtype=torch.int64, device=self._device)
-        with self._explained():
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=self._group)
-        self.bytes_sent += shared.nbytes
-        return [int(value) for value in shared.tolist()]
+    @property
+    def _aligned(self) -> bool:
+        return "mask" in self.defense.needs
 
     def _touched(self, grad: Tensor) -> int:
         return int(bool(grad.any())) if self._may_be_unused else 1
 
     def _step(self, masks: Masks | None) -> Step:
-        rng = derive_rng(self._seed, f"rank{self._rank}", self.round, device=self._device.type)
-        return Step(rng=rng, round=self.round, mask=masks)
+        rng = derive_rng(self._seed, f"rank{self._peers.rank}", self.round, device=self._peers.device.type)
+        return Step(rng=rng, round=self.round, mask=masks, num_examples=self.num_examples)
 
     def _scale(self) -> float:
         """Return the loss scale: residuals are kept in the units of the true gradient."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:  # what gloo and NCCL raise when a peer is gone or the group timed out
-            raise EngineError(
-                f"rank {self._rank} of {self._world} lost its peers in step {self.round}: a rank died, or the group's "
-                f"timeout passed. Start all ranks again from their last checkpoint. ({error})"
-            ) from error
 
-
-def attach(model: DistributedDataParallel, defense: Defense, *, seed: int | None = None, scaler: Any = None) -> Guard:
+def attach(
+    model: DistributedDataParallel,
+    defense: Defense,
+    *,
+    num_examples: int | None = None,
+    seed: int | None = None,
+    scaler: Any = None,
+    prepared: bool = False,
+) -> Guard:
     """Make `model` exchange protected gradients only, and return the guard that holds this rank's state.
 
-    All ranks call this together, before the first backward, with the same defense. `scaler` is the
-    `torch.amp.GradScaler` of the loop, if there is one: residuals are then kept in unscaled units, and a skipped step
-    shows as infinity, so that the scaler lowers its scale.
+    All ranks call this together, before the first backward, with the same defense.
+
+    Args:
+        model: the wrapped model.
+        defense: what protects each rank's gradient.
+        num_examples: examples behind one gradient of a rank, accumulated ones included; some defenses count them.
+        seed: fixes random numbers; for experiments only.
+        scaler: the loop's `torch.amp.GradScaler`, if there is one: residuals are then kept in unscaled units, and a
+            skipped step shows as infinity, so that the scaler lowers its scale.
+        prepared: the script applies the defense's `prepare_model` and `prepare_batch` itself.
 
     Raises:
         EngineError: `model` is not a DistributedDataParallel model.
-        NeedError: the defense needs the batch, the model or per-example gradients, which a hook never sees.
+        NeedError: the defense needs what a hook never sees.
     """
     if not isinstance(model, DistributedDataParallel):
         raise EngineError(_not_ddp(model))
-    hidden = sorted(defense.needs & {"batch", "model", "per_example"})
-    if hidden:
-        raise NeedError(
-            f"{defense.key()} needs {', '.join(hidden)}, but DDP hands a hook nothing but gradients: "
-            "use it through Veil.protect in your own loop"
-        )
-    guard = Guard(model, defense, seed=seed, scaler=scaler)
+    refuse_unfit(defense, "a DDP hook", prepared)
+    guard = Guard(model, defense, num_examples=num_examples, seed=seed, scaler=scaler)
+    guard.rehearse()
     model.register_comm_hook(None, guard.hook)
     return guard
 
@@ -279,14 +260,6 @@ def _not_ddp(model: nn.Module) -> str:
             "be protected: use DistributedDataParallel"
         )
     return f"attach needs a model wrapped in DistributedDataParallel, got {kind}"
-
-
-def _is_layerwise(defense: Defense) -> bool:
-    if type(defense) is ErrorFeedback:
-        return _is_layerwise(defense.inner)
-    if type(defense) is Chain:
-        return all(_is_layerwise(part) for part in defense.parts)
-    return type(defense) in _LAYERWISE
 
 
 def _flatten(tensors: Tensors) -> Tensor:

@@ -17,10 +17,11 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 
 from .. import check, tree, wire
 from ..core import Defense, Grads, Masks, Tensors
-from ..defenses import AlignedDualPrune, ErrorFeedback
+from ..defenses import AlignedDualPrune
 from ..errors import GradveilError, NeedError, StateError
 from ..veil import Veil
 from . import flower_records as records
+from .fit import find, refuse_unfit
 from .flower_download import held, receive
 from .store import Courier, FileStore, Upload
 
@@ -77,6 +78,8 @@ class VeilMod:
         local: further arrays that never leave, such as integer tensors.
         restart_lost: start from a zero residual when the old one is lost, instead of refusing. The first update after
             that has no residual to hide in.
+        weight_key: the metric that holds the number of examples.
+        prepared: the client applies the defense's `prepare_model` and `prepare_batch` itself.
         seed: fixes the defense's random numbers; for experiments only.
     """
 
@@ -86,16 +89,12 @@ class VeilMod:
     local: tuple[str, ...] = ()
     restart_lost: bool = False
     weight_key: str = "num-examples"
+    prepared: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
         check.one_of(("local", "send"), buffers=self.buffers)
-        hidden = sorted(self.defense.needs & {"batch", "model", "per_example"})
-        if hidden:
-            raise NeedError(
-                f"{self.defense.key()} needs {', '.join(hidden)}, but a Flower mod sees weights only: "
-                "use it through Veil.protect inside the client"
-            )
+        refuse_unfit(self.defense, "a Flower mod", self.prepared)
 
     def __call__(self, message: Message, context: Context, call_next: Handler) -> Message:
         """Handle one message; called by Flower."""
@@ -176,7 +175,7 @@ class VeilMod:
     def _open_mask(self, message: Message, like: Grads) -> Masks | None:
         mask = records.read_mask(message.content, like)
         if mask is not None:
-            part = aligned_part(self.defense)
+            part = find(self.defense, AlignedDualPrune)
             if part is None:
                 raise NeedError(f"the server runs aligned rounds, but {self.defense.key()} has none: use its defense")
             part.validate(mask, like)
@@ -227,18 +226,6 @@ class VeilMod:
             return ContextStore(context)
         part = context.node_config.get("partition-id", "node")
         return FileStore(Path(str(folder)) / f"{job:016x}-{part}.safetensors")
-
-
-def aligned_part(defense: Defense) -> AlignedDualPrune | None:
-    """Return the aligned operator inside a defense, if there is one.
-
-    >>> aligned_part(ErrorFeedback(AlignedDualPrune(keep=0.1)))
-    AlignedDualPrune(keep=0.1, top=0.05)
-    """
-    if isinstance(defense, AlignedDualPrune):
-        return defense
-    inner = (defense.inner,) if isinstance(defense, ErrorFeedback) else getattr(defense, "parts", ())
-    return next((part for part in map(aligned_part, inner) if part is not None), None)
 
 
 def _holds(request: records.Request) -> dict[str, int]:

@@ -20,9 +20,10 @@ from flwr.serverapp.strategy import FedAvg, Result
 
 from .. import check, tree
 from ..core import Defense, Grads, Masks, Tensors
+from ..defenses import AlignedDualPrune
 from ..errors import GradveilError, StateError, WireError
 from . import flower_records as records
-from .flower import aligned_part
+from .fit import find
 from .flower_answers import Accepted, Round, content_of, holds, metrics_of
 from .flower_download import Sender
 from .store import FileStore
@@ -79,7 +80,7 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         self.barred: set[int] = set()  # nodes that proposed an impossible mask
         self.used: dict[int, int] = {}  # node -> its upload that was used last
         self.job = secrets.randbits(62)
-        self._aligned = aligned_part(defense)
+        self._aligned = find(defense, AlignedDualPrune)
         self._store = None if checkpoint is None else FileStore(Path(checkpoint))
         self._download = Sender()
         self._timeout = 3600.0

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from nvflare.apis.dxo import DXO, DataKind, from_shareable
+from nvflare.apis.dxo import DXO, DataKind, MetaKey, from_shareable
 from nvflare.apis.dxo_filter import DXOFilter
 from nvflare.apis.fl_constant import FLContextKey, ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -24,6 +24,7 @@ from ..defenses import DEFENSES
 from ..errors import GradientError, NeedError, WireError
 from ..spec import build
 from ..veil import Veil
+from .fit import refuse_unfit
 from .store import FileStore
 
 BODY = "gradveil.v1"
@@ -45,8 +46,9 @@ class VeilFilter(DXOFilter):  # type: ignore[misc]
         super().__init__([DataKind.WEIGHT_DIFF], [DataKind.WEIGHT_DIFF])
         self.defense, self.folder = defense, folder
         built: Defense = build(DEFENSES, defense, "defense")
-        if built.needs:
-            raise NeedError(f"{defense} needs {', '.join(sorted(built.needs))}, which an NVFlare filter does not have")
+        refuse_unfit(built, "an NVFlare filter", prepared=False)
+        if "mask" in built.needs:
+            raise NeedError(f"{defense} needs a common mask, which an NVFlare filter cannot ask for")
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Refuse everything that would pass the filter unprotected."""
@@ -67,7 +69,8 @@ class VeilFilter(DXOFilter):  # type: ignore[misc]
             memory = tree.only("veil", store.load())
             if memory:
                 veil.load_state_dict(memory)
-            body = veil.seal(update, 1).body
+            # A step takes at least one example; a defense that counts them then rather waits too long.
+            body = veil.seal(update, int(dxo.get_meta_prop(MetaKey.NUM_STEPS_CURRENT_ROUND, 1))).body
             store.save(tree.under("veil", veil.state_dict()))
         return DXO(DataKind.APP_DEFINED, {BODY: np.frombuffer(body, dtype=np.uint8).copy()}, dxo.meta)
 

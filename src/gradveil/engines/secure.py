@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from .. import check
 from ..core import Defense, Grads, Masks, State, Step
-from ..defenses import ErrorFeedback
 from ..errors import EngineError, WireError
+from .fit import find
 
 Words = NDArray[np.uint32]
 FEWEST = 3  # of two clients, each knows the other's vector from the sum
@@ -144,16 +144,9 @@ def _stream(secret: bytes, key: bytes, about: bytes, count: int) -> Words:
 
 def fixed_point_of(defense: Defense) -> FixedPoint:
     """Return the rounding inside a defense; secure aggregation does not work without."""
-    found = _search(defense)
+    found = find(defense, FixedPoint)
     if found is None:
         raise EngineError(
             f"{defense.key()} does not round to a grid: use ErrorFeedback(Chain(AlignedDualPrune(), FixedPoint()))"
         )
     return found
-
-
-def _search(defense: Defense) -> FixedPoint | None:
-    if isinstance(defense, FixedPoint):
-        return defense
-    inner = (defense.inner,) if isinstance(defense, ErrorFeedback) else getattr(defense, "parts", ())
-    return next((part for part in map(_search, inner) if part is not None), None)
