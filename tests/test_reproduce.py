@@ -161,6 +161,8 @@ def test_a_cell_is_one_file_with_every_picture_and_is_not_run_twice(in_scratch: 
     (again,) = do(TINY, in_scratch, pattern, "main")
     assert again.status == "recorded"
     assert strip.stat().st_mtime_ns == before
+    (changed,) = do(replace(TINY, match="steps=5, tv=0.05"), in_scratch, pattern, "main")
+    assert changed.status == "done", "another definition is another result"
 
 
 def test_time_that_runs_out_leaves_no_file_and_a_broken_cell_stops_nothing(in_scratch: Path) -> None:

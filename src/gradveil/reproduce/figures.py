@@ -39,10 +39,10 @@ def results_of(folder: Path, scale: str, entry: Entry) -> list[dict[str, Any]]:
     """Return the recorded results of a line, one for each seed."""
     if isinstance(entry.cell, TrainingCell):
         return trained.recorded(folder, entry.cell, scale)
-    return [r for r in store.of_all_seeds(folder, scale, entry.cell) if _of(r, entry.cell)]
+    return [r for r in store.of_all_seeds(folder, scale, entry.cell) if is_of(r, entry.cell)]
 
 
-def _of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
+def is_of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
     """Say whether a result is of this cell as it is defined now, but for its seed."""
     if isinstance(cell, AttackCell) and result["definition"] != store.plain(definition(cell)):
         return False

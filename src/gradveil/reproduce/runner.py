@@ -15,6 +15,7 @@ from ..errors import ConfigError, GradveilError, NeedError
 from ..training.job import pick_device
 from . import attacked, store, trained
 from .cells import AttackCell, Cell, CostCell, TrainingCell, key
+from .figures import is_of
 from .scales import Scale
 from .tables import TABLES, entries, worklist
 
@@ -80,8 +81,8 @@ def run(
 
 def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
     path = store.path_of(session.folder, session.scale.name, cell)
-    if path.exists():
-        return Outcome(cell, "recorded")
+    if not isinstance(cell, TrainingCell) and path.exists() and is_of(store.load(path), cell):
+        return Outcome(cell, "recorded")  # a result of another definition is run again
     if isinstance(cell, TrainingCell):
         known = trained.recorded(session.folder, cell, session.scale.name)
         if any(result["settings"]["seed"] == cell.seed for result in known):
