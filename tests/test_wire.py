@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from gradveil import AlignedDualPrune, DualPrune, Step, wire
 from gradveil.core import Grads
 from gradveil.errors import GradientError, WireError
-from gradveil.wire.frame import Positions, Values, read_frame
 from gradveil.jit import compiled
+from gradveil.wire.frame import Positions, Values, read_frame
 from gradveil.wire.symbols import GROWING, GROWING_ALPHABET, growing_symbols
 
 SIGNED = {
