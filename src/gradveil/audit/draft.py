@@ -68,8 +68,8 @@ def notes(report: Report) -> list[str]:
         for upload in defense.uploads:
             if upload.waited:
                 found.append(
-                    f"{defense.name} sends nothing until enough is mixed: in the {upload.column} column each attacked "
-                    f"upload also carries {upload.waited:g} earlier batches of the same client."
+                    f"{defense.name} sends nothing until enough is mixed: in the {upload.column} column "
+                    f"{upload.waited:g} empty uploads went before each attacked one, and their batches are in it."
                 )
     return found
 

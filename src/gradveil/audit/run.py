@@ -2,10 +2,13 @@
 
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from ..attacks import missing
 from ..attacks.progress import Progress, watch
@@ -21,6 +24,7 @@ from .risk import fast_score
 from .verdict import BASELINE, against_floor, judge
 
 WATCH_EVERY = 10  # attack steps between two looks at the clock
+SMALL = 1_000_000  # parameters below which threads cost more than they give
 T = TypeVar("T")
 
 
@@ -65,6 +69,10 @@ class Audit:
 
     def run(self) -> Report:
         """Do everything that is not done yet, and save after each part."""
+        with _one_thread(self.subject):
+            return self._run()
+
+    def _run(self) -> Report:
         try:
             self._prepare()
             for cell in self.cells:
@@ -233,6 +241,18 @@ class Audit:
                         finding.code, replace(finding, evidence=f"{column.capitalize()}: {finding.evidence}")
                     )
         return list(found.values())
+
+
+@contextmanager
+def _one_thread(subject: Subject) -> Iterator[None]:
+    """Let a small model on a CPU run on one thread: two wait for each other in tiny double-backward graphs."""
+    before = torch.get_num_threads()
+    small = subject.device.type == "cpu" and sum(p.numel() for p in subject.model.parameters()) < SMALL
+    try:
+        torch.set_num_threads(1 if small else before)
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
