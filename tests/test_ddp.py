@@ -37,17 +37,20 @@ from gradveil.errors import EngineError, NeedError, StateError
 from gradveil.veil import derive_rng
 
 STEPS, SEED, LR = 4, 7, 0.1
+DEVICE = os.environ.get("GRADVEIL_TEST_DEVICE", "cpu")  # of the ranks
 loss_fn = nn.CrossEntropyLoss()
 
 
-def build_model() -> nn.Module:
+def build_model(device: str = DEVICE) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10))
+    layers = [nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 10)]
+    return nn.Sequential(*layers).to(device)
 
 
-def batch_of(rank: int, step: int) -> Batch:
+def batch_of(rank: int, step: int, device: str = DEVICE) -> Batch:
     rng = torch.Generator().manual_seed(1000 * rank + step)
-    return Batch(torch.randn(8, 20, generator=rng), torch.randint(10, (8,), generator=rng))
+    inputs, labels = torch.randn(8, 20, generator=rng), torch.randint(10, (8,), generator=rng)
+    return Batch(inputs.to(device), labels.to(device))
 
 
 def run_steps(model: DistributedDataParallel, rank: int, first: int = 0, last: int = STEPS) -> None:
@@ -269,9 +272,9 @@ def rank_main(rank: int, world: int, folder: Path, what: list[str]) -> None:
 # ------------------------------------------------------------------- the tests
 
 
-def start(world: int, folder: Path, what: tuple[str, ...]) -> list["subprocess.Popen[str]"]:
+def start(world: int, folder: Path, what: tuple[str, ...], device: str = "cpu") -> list["subprocess.Popen[str]"]:
     folder.mkdir(parents=True, exist_ok=True)
-    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "GRADVEIL_TEST_DEVICE": device}
     return [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(world), str(folder), *what],
@@ -320,20 +323,20 @@ def results(jobs: tuple[Results, Ends]) -> Results:
 
 
 def reference(
-    defense: Defense, world: int, batches: Callable[[int, int], Batch] = batch_of, steps: int = STEPS
+    defense: Defense, world: int, steps: int = STEPS, device: str = "cpu"
 ) -> tuple[Grads, list[Grads | None]]:
     """Train in one process: protect each rank's gradient, add in rank order, divide."""
-    model = build_model()
+    model = build_model(device)
     states = [defense.init(dict(model.named_parameters())) for _ in range(world)]
     for step in range(steps):
-        grads = [gradient(model, loss_fn, batches(rank, step)) for rank in range(world)]
+        grads = [gradient(model, loss_fn, batch_of(rank, step, device)) for rank in range(world)]
         mask: Masks | None = None
         if "mask" in defense.needs:
             leader = int(torch.randint(world, (1,), generator=derive_rng(SEED, "leader", step)))
             mask = defense.propose(grads[leader], states[leader], Step(rng=torch.Generator()))
         sent = []
         for rank in range(world):
-            rng = derive_rng(SEED, f"rank{rank}", step)
+            rng = derive_rng(SEED, f"rank{rank}", step, device=device)
             out, states[rank] = defense.apply(grads[rank], states[rank], Step(rng, step, mask=mask, num_examples=8))
             sent.append(out)
         with torch.no_grad():
@@ -453,6 +456,23 @@ def test_a_killed_rank_leaves_no_hang(jobs: tuple[Results, Ends]) -> None:
             code, errors = ends[rank]
             assert code == 1
             assert f"rank {rank} of {world} lost its peers in step 2" in errors
+
+
+@pytest.mark.engine
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_two_ranks_on_a_gpu(tmp_path: Path) -> None:
+    """Two gloo ranks share one GPU; the reference runs on the same GPU."""
+    names = ("dgp", "dense", "aligned", "noise", "hardened", "poisoned", "resume")
+    ends = finish(start(2, tmp_path, names, "cuda"), 240)
+    assert all((tmp_path / f"{rank}.pt").exists() for rank in range(2)), ends
+    got = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for name in names:
+        defense, steps = DEFENSES.get(name, dgp()), 2 if name == "poisoned" else STEPS
+        params, _ = reference(defense, 2, steps, "cuda")
+        for key, want in params.items():
+            assert torch.equal(got[0][name][f"param.{key}"], got[1][name][f"param.{key}"])
+            torch.testing.assert_close(got[0][name][f"param.{key}"], want.detach(), rtol=1e-4, atol=1e-5)
 
 
 def test_the_rank_sends_what_the_veil_would_send() -> None:

@@ -27,10 +27,12 @@ from gradveil import (
     ErrorFeedback,
     Identity,
     Step,
+    ThreatModel,
     Veil,
     adgp,
     dgp,
     local_update,
+    observe,
     tree,
     wire,
 )
@@ -519,6 +521,11 @@ def test_the_server_learns_the_sum_and_nothing_else() -> None:
     for name, total in strategy.last_sum.items():
         assert torch.equal(total, sum(one[name] for one in sent))  # type: ignore[arg-type]
         torch.testing.assert_close(model[name], build_model().state_dict()[name] - total / CLIENTS)
+    assert strategy.seen is not None
+    batch = batch_of(0, 1)  # the audit attacks the sum through the same gate as any upload
+    view = observe(strategy.seen, build_model(), loss_fn, batch, ThreatModel(), num_classes=5)
+    assert view.num_examples == 16 * CLIENTS + sum(range(CLIENTS))
+    assert all(torch.equal(view.grads[n], t / CLIENTS) for n, t in strategy.last_sum.items())
     for body in seen:  # every byte value about equally often; plain words would be nearly all 0x00 and 0xff on top
         counts = torch.bincount(body.long(), minlength=256).float()
         assert float(((counts - counts.mean()) ** 2 / counts.mean()).sum()) < 400  # chi-squared, 255 degrees

@@ -17,7 +17,7 @@ from flwr.app import Array, ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
 
 from .. import wire
-from ..core import Defense, Grads, Tensors
+from ..core import Defense, Grads, Payload, Tensors
 from ..errors import EngineError, GradveilError, NeedError, WireError
 from . import flower_records as records
 from .flower import ContextStore, VeilMod
@@ -77,7 +77,7 @@ class SecureFedAvg(VeiledFedAvg):
     Guarantees: the model moves by the plain mean over all clients of the round, exactly. If one of them does not
     answer, or the sum is out of range, the round is void: nothing is used, and every client takes its update back.
     Every client counts the same, because the number of examples would have to be hidden too. `last_sum` keeps the
-    sum, which is what an attacker at the server sees.
+    sum and `seen` the payload an attacker at the server has: hand it to `gradveil.observe` to attack it.
     """
 
     def __init__(self, defense: Defense, **more: Any) -> None:
@@ -88,6 +88,7 @@ class SecureFedAvg(VeiledFedAvg):
         self._kind_of_round = SecureRound
         self._cohort = 0
         self.last_sum: Grads | None = None
+        self.seen: Payload | None = None
 
     def _invite(self, server_round: int, messages: list[Message], grid: Grid) -> list[Message]:
         """Ask everyone for a key; who answers takes part."""
@@ -115,4 +116,6 @@ class SecureFedAvg(VeiledFedAvg):
             raise WireError(f"{len(accepted)} of {self._cohort} clients answered, so the sum cannot be opened")
         total = add_up({part.node: part.update["words"].numpy().astype(np.uint32) for part in accepted})
         self.last_sum = self._grid.from_sum(total, self._round.mask, self._cohort)
-        return {name: t / self._cohort for name, t in self.last_sum.items()}
+        mean = {name: t / self._cohort for name, t in self.last_sum.items()}
+        self.seen = Payload(wire.encode(mean), sum(part.examples for part in accepted), self._round.number)
+        return mean
