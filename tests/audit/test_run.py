@@ -251,6 +251,36 @@ def test_own_model_data_and_aligned_defense() -> None:
     assert found.settings["model"] == "Sequential"
 
 
+class Opaque(torch.autograd.Function):
+    """An operation that can be differentiated backwards, but not forwards."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, slope):
+        return slope * 2
+
+
+class OpaqueModel(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+
+    def forward(self, x):
+        return Opaque.apply(self.layer(x.flatten(1)))
+
+
+def test_model_without_a_fast_score_is_audited_all_the_same() -> None:
+    digits = gradveil.data.load("digits")
+    settings = {"pictures": 2, "batch_size": 2, "round": 0, "accuracy_rounds": 0}
+    found = gradveil.audit(OpaqueModel(), digits, defenses=["dgp"], attacks=READERS, **settings)
+    assert found.fast.note.startswith("It cannot be computed for this model")
+    assert found.judgement("none").verdict == "leaks"
+    assert "It cannot be computed" in gradveil.audit.to_html(found)
+
+
 def test_the_most_telling_cells_come_first() -> None:
     plan = Plan(defenses=("dgp",), **QUICK)
     order = cells(subject(plan))

@@ -154,6 +154,7 @@ class FastScore:
     risks: list[Risk]
     correlation: float | None = None  # Spearman, over every (defense, picture) with a result
     pairs: int = 0
+    note: str = ""  # why there is no score, if there is none
 
 
 @dataclass(frozen=True)

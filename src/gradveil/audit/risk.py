@@ -82,7 +82,7 @@ class Jacobian:
             return self.flat(moved)
 
         # [k, entries]: the picture is the same in every example of the batch, so this is meant for batches of one
-        self.columns = vmap(push, chunk_size=AT_ONCE)(directions.to(inputs))
+        self.columns = vmap(push, chunk_size=AT_ONCE, randomness="same")(directions.to(inputs))
 
     def flat(self, grads: Grads) -> Tensor:
         """Return the chosen entries of a gradient."""

@@ -19,7 +19,7 @@ from . import accuracy, clients, draft, scoring
 from .clients import Sent
 from .diagnose import diagnose
 from .plan import Cell, Plan, Subject, cells, is_adaptive
-from .report import COLUMNS, Column, Finding, Report, Row
+from .report import COLUMNS, Column, FastScore, Finding, Report, Row
 from .risk import fast_score
 from .verdict import BASELINE, against_floor, judge
 
@@ -102,7 +102,10 @@ class Audit:
             self._update(floors=found, metrics=draft.metric_ends(found[0].scores), lineup=size, chance=luck)
         if self.report.fast is None:
             self._say("fast score")
-            self._update(fast=fast_score(self._sent_or_nothing, self.subject, self.plan.seed))
+            score, error = _attempt(lambda: fast_score(self._sent_or_nothing, self.subject, self.plan.seed))
+            # A model may hold an operation without the derivatives this needs; the attacks may do without them.
+            why = f"It cannot be computed for this model: {error}"
+            self._update(fast=score or FastScore(0.0, 0, [], note=why))
 
     def _sent(self, column: Column, defense: str, attack: Attack | None = None) -> list[Sent]:
         """Return the uploads of a defense; those of the last defense are kept, since every passive attack sees them."""
@@ -116,10 +119,7 @@ class Audit:
 
     def _sent_or_nothing(self, defense: str) -> list[Sent]:
         """Return the diagnostic uploads; nothing where a defense cannot send: its rows will say why."""
-        sent, error = _attempt(lambda: self._sent("diagnostic", defense))
-        if error is not None and defense == BASELINE:
-            raise error  # a model without a gradient cannot be audited at all
-        return sent or []
+        return _attempt(lambda: self._sent("diagnostic", defense))[0] or []
 
     def _describe(self, column: Column, defense: str, sent: Sequence[Sent]) -> None:
         known = next(d for d in self.report.defenses if d.name == defense)
