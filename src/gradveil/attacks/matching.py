@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -47,7 +47,7 @@ class GradientMatching(Attack):
         steps: Number of steps at most.
         decay: "step" (a tenth after 3/8, 5/8, 7/8 of the steps), "cosine" with a short warm-up, or "none".
         tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others.
-        restarts: Candidates per upload, attacked together.
+        restarts: Candidates per upload, attacked together; with "lbfgs" one after the other until one is solved.
         box: Keep pixels within 0..1.
         init: "normal" in model-input space, or "uniform" in pixel space.
         labels: "infer" them from the classifier unless granted; "joint" optimises them even so.
@@ -129,6 +129,8 @@ class GradientMatching(Attack):
 
         Uploads of equal clients (same weights, shapes and batch size) are attacked together.
         """
+        if self.optimizer == "lbfgs" and self.restarts > 1:
+            return self._in_turns(seen, targets, rngs)
         seeds = [int(torch.randint(2**62, (), generator=rng, device=rng.device)) for rng in rngs]
         clients = [_Client(one, target, seed) for one, target, seed in zip(seen, targets, seeds, strict=True)]
         found: dict[int, Reconstruction] = {}
@@ -138,6 +140,21 @@ class GradientMatching(Attack):
                 part = group[i : i + size]
                 found |= dict(zip(part, self._fitting([clients[j] for j in part]), strict=True))
         return [found[i] for i in range(len(seen))]
+
+    def _in_turns(
+        self, seen: Sequence[Observation], targets: Sequence[Target | None], rngs: Sequence[torch.Generator]
+    ) -> list[Reconstruction]:
+        """Begin again with what is not solved: a descent that may diverge is cheaper repeated than doubled."""
+        once, best = replace(self, restarts=1), {}
+        open_ = list(range(len(seen)))
+        for _ in range(self.restarts):
+            found = once.run_at([seen[i] for i in open_], [targets[i] for i in open_], [rngs[i] for i in open_])
+            for i, guess in zip(open_, found, strict=True):
+                best[i] = min(best.get(i, guess), guess, key=lambda g: g.loss)
+            open_ = [i for i in open_ if best[i].loss >= self.stop]
+            if not open_:
+                break
+        return [best[i] for i in range(len(seen))]
 
     def aim(self, seen: Observation, known: Understanding | None = None) -> Target:
         """Return what candidates for this upload are compared with; `known` saves trying the defense out again."""

@@ -14,6 +14,7 @@ from ..audit import Audit, Event, Plan, Report, subject, to_html, to_markdown, w
 from ..audit.compare import compare_reports, settings_changed
 from ..audit.plan import DEFAULT_ATTACKS, Scope, default_defenses
 from ..audit.report import COLUMNS
+from ..audit.spread import spread
 from ..config import from_mapping, read_toml
 from ..errors import ConfigError
 from . import app, err, out
@@ -32,6 +33,8 @@ def audit(
     folder: Annotated[Path, typer.Option("--out", "-o", help="Where the report goes.")] = Path("audit-report"),
     resume: Annotated[bool, typer.Option("--resume", help="Go on with the audit in that folder.")] = False,
     progress: Annotated[bool, typer.Option(help="Show progress bars.")] = True,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that attack at the same time.")] = 1,
+    ray: Annotated[str | None, typer.Option(help="Attack on a Ray cluster: its address, or `auto`.")] = None,
     **flags: Any,
 ) -> None:
     """Attack what a client would send under each defense, and write a report.
@@ -47,8 +50,11 @@ def audit(
     folder.mkdir(parents=True, exist_ok=True)
     before = Report.load(folder / "report.json") if resume else None
     with Progress(*_columns(), console=err, disable=not progress, refresh_per_second=4) as bar:
-        tell = _bars(bar)
-        running = Audit(plan, subject(plan), tell=tell, save=lambda r: r.save(folder / "report.json"), before=before)
+        tell, found = _bars(bar), subject(plan)
+        if jobs > 1 or ray is not None:
+            count = lambda done, total: tell(Event("attacking", done, total))  # noqa: E731
+            before = spread(plan, found, folder / "jobs", workers=jobs, ray=ray, tell=count)
+        running = Audit(plan, found, tell=tell, save=lambda r: r.save(folder / "report.json"), before=before)
         try:
             report = running.run()
         except KeyboardInterrupt:
