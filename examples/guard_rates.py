@@ -2,7 +2,7 @@
 
     python examples/guard_rates.py [seeds] [first seed]
 
-Prints the two tables of docs/guard.md. The guard's limits were chosen on seeds below 20: judge them on others.
+Prints the two tables of docs/guard.md. The guard's limits were chosen on seeds below 510: judge them on others.
 Imprints written into the first layer of a perceptron come with the mean SSIM and the share of pictures copied (SSIM
 above 0.9) that they reach, so that a miss can be weighed against its use.
 """
@@ -247,7 +247,7 @@ def honest(seeds: range) -> Iterator[tuple[str, list[bool]]]:
 
 def main() -> None:
     given = [int(text) for text in sys.argv[1:]]
-    count, first = (*given, *(10, 500)[len(given) :])
+    count, first = (*given, *(10, 900)[len(given) :])
     seeds = range(first, first + count)
     data, public = load("photos", split="test"), load("photos").batch(range(200)).inputs
     print("| planted | refused | mean SSIM | copied |\n|---|---|---|---|")

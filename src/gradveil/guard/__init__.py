@@ -101,7 +101,7 @@ bias=True)'): no gradient is computed on it
 
     pinned: tuple[str, ...] | None = None
     pairs: float = 0.15
-    groups: float = 0.02
+    groups: float = 0.04
     traps: float = 0.1
     gain: float = 100.0
     jump: float | None = 0.75
