@@ -145,7 +145,8 @@ class GradientMatching(Attack):
         self, seen: Sequence[Observation], targets: Sequence[Target | None], rngs: Sequence[torch.Generator]
     ) -> list[Reconstruction]:
         """Begin again with what is not solved: a descent that may diverge is cheaper repeated than doubled."""
-        once, best = replace(self, restarts=1), {}
+        once = replace(self, restarts=1)
+        best: dict[int, Reconstruction] = {}
         open_ = list(range(len(seen)))
         for _ in range(self.restarts):
             found = once.run_at([seen[i] for i in open_], [targets[i] for i in open_], [rngs[i] for i in open_])
