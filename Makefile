@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 # The first fits a small machine; tiny double-backward graphs run slower on more threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: audit test check setup format clean
+.PHONY: audit test test-quick check setup format clean
 
 audit: setup  ## Attack bundled photos through each defense and write a report page
 	OMP_NUM_THREADS=2 $(BIN)/gradveil audit
@@ -14,11 +14,14 @@ audit: setup  ## Attack bundled photos through each defense and write a report p
 test: setup  ## Run every test
 	$(BIN)/pytest -n 2 --dist loadfile
 
-check: setup  ## Format, lint, types, then every test
+test-quick: setup  ## Run the tests that start no engine processes and no browser
+	$(BIN)/pytest -n 2 --dist loadfile -m "not engine and not slow and not browser"
+
+check: setup  ## Format, lint, types, then the quick tests
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(MAKE) test-quick
 
 setup: $(STAMP)  ## Make the virtual environment if it is missing or out of date
 
