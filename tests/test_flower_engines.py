@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -132,8 +133,10 @@ class Engine:
         }
 
     def spawn(self, name: str, *command: str) -> "subprocess.Popen[bytes]":
+        # Should pytest itself be killed, its children must not live on.
+        leash = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
         with (self.folder / f"{name}.log").open("ab") as log:
-            process = subprocess.Popen(command, env=self.env, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen([*leash, *command], env=self.env, stdout=log, stderr=log, start_new_session=True)
         self.processes.append(process)
         return process
 
