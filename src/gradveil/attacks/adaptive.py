@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -201,23 +201,28 @@ def aim(
         typical = (sent * weight).square().sum().div(weight.sum().clamp_min(1)).sqrt()
         trust = 1 / noise.clamp_min(0.1 * float(typical) + 1e-30)
         weight = weight * trust / trust.amax()
-    edges = [_band(g) if hidden else (torch.zeros_like(g),) * 2 for (g, _), hidden in zip(tensors, pruned, strict=True)]
+    low, high = _bands(seen.grads, pruned) if band else (None, None)
     bends = reapply == "always" or (reapply == "auto" and any(done.bends for _, done in tensors))
     # The imitation wants whole gradients; of a model that was cut off there are none.
     bends = bends and known.imitation is not None and known.imitation.like.keys() == seen.grads.keys()
     return Target(
         sent * weight,
         None if bool((weight == 1).all()) else weight,
-        torch.cat([low.flatten() for low, _ in edges]) if band else None,
-        torch.cat([high.flatten() for _, high in edges]) if band else None,
+        low,
+        high,
         known.imitation if bends else None,
         min(noise_share, 1.0),
     )
 
 
-def _band(g: Tensor) -> tuple[Tensor, Tensor]:
-    sent, size, none = g != 0, g.abs(), torch.zeros_like(g)
-    if not bool(sent.any()):
-        return none, none
-    low = torch.where(sent, size, torch.inf).amin()
-    return torch.where(sent, none, low), torch.where(sent, none, size.amax())
+def _bands(grads: Grads, pruned: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Return, for every entry that was not sent, the smallest and the largest magnitude sent in its tensor."""
+    lows, highs = [], []
+    for g, hidden in zip(grads.values(), pruned, strict=True):
+        sent, size = g != 0, g.abs()
+        if not hidden or not bool(sent.any()):
+            sent = torch.ones_like(sent)  # nothing can be said about this tensor
+        low = torch.where(sent & (size > 0), size, torch.inf).amin()
+        lows.append(torch.where(sent, 0.0, low).flatten())
+        highs.append(torch.where(sent, 0.0, size.amax()).flatten())
+    return torch.cat(lows), torch.cat(highs)

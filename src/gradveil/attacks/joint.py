@@ -74,7 +74,8 @@ class Joint(Attack):
             [torch.cat([start(one, self.inner.init, rng) for one in row]) for row, rng in zip(rows, drawn, strict=True)]
         )
         cost = JointCost(rows, self.inner)
-        found, losses, done = minimise(cost, [begin], self.inner.descent(), (), box(last) if self.inner.box else None)
+        how = replace(self.inner.descent(), langevin=0.0, record=not any(c.responses for c in cost.compare))
+        found, losses, done = minimise(cost, [begin], how, (), box(last) if self.inner.box else None)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(windows), device=losses.device) * each
         out = []
         for i in best.tolist():

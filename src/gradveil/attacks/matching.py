@@ -211,7 +211,9 @@ class GradientMatching(Attack):
 
     def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
         each = self.restarts
-        views = [before_bottleneck(c.seen) if self.adaptive else c.seen for c in clients]
+        views = [before_bottleneck(c.seen) if self.adaptive and c.target is None else c.seen for c in clients]
+        if any(v is c.seen for v, c in zip(views, clients, strict=True)):
+            views = [c.seen for c in clients]  # one that cannot be cut off keeps the others whole
         first = views[0]
         known = understand(clients[0].seen) if self.adaptive else Understanding()
         aims = [c.target or self.aim(v, known) for c, v in zip(clients, views, strict=True)]
@@ -223,7 +225,8 @@ class GradientMatching(Attack):
         if self.coarse:
             begin[0] = begin[0][..., : self.coarse, : self.coarse].contiguous()
             cost = enlarged(cost, first.input_shape)
-        found, losses, done = minimise(cost, begin, self.descent(), rngs, box(first) if self.box else None)
+        how = replace(self.descent(), record=not any(a.response for a in aims))
+        found, losses, done = minimise(cost, begin, how, rngs, box(first) if self.box else None)
         if self.coarse:
             found[0] = enlarge(found[0], first.input_shape)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each

@@ -33,6 +33,7 @@ class Descent:
     langevin: float = 0.0
     stop: float = 0.0
     siblings: int = 1  # this many neighbouring rows attack the same upload; one of them arriving is enough
+    record: bool = True  # on a GPU, as a CUDA graph; a cost that reads values on the CPU cannot be recorded
 
 
 def rate(step: int, how: Descent) -> float:
@@ -116,7 +117,8 @@ def minimise(
             done = _descend(rows, rows, how, ())
         else:
             rows = Adam(cost, start, box, how)
-            done = _descend(rows, captured(rows, rows.buffers) if start[0].is_cuda else rows, how, rngs)
+            record = how.record and start[0].is_cuda
+            done = _descend(rows, captured(rows, rows.buffers) if record else rows, how, rngs)
         with torch.no_grad():
             _, losses = cost(rows.variables, torch.ones((), device=start[0].device))
     return rows.variables, torch.where(losses.isfinite(), losses, torch.inf), done
@@ -140,8 +142,7 @@ def _descend(rows: Adam | RowLbfgs, advance: Callable[[], None], how: Descent, r
 
 
 def _finished(rows: Adam | RowLbfgs, how: Descent) -> bool:
-    if isinstance(rows, RowLbfgs) and not bool(rows.active.any()):
-        return True
-    if not how.stop:
-        return False
-    return bool((rows.losses.view(-1, how.siblings).amin(1) < how.stop).all())
+    solved = rows.losses < how.stop
+    over = solved if isinstance(rows, Adam) else solved | ~rows.active
+    settled = solved.view(-1, how.siblings).any(1) | over.view(-1, how.siblings).all(1)
+    return bool(settled.all())

@@ -121,19 +121,27 @@ class Chained(Attack):
         return self.inner.needs | {"rounds", "defense"}
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        rounds = history_of(seen)
-        if rounds[0].round != 0:
-            raise NeedError(f"the chain must begin in round 0, the first upload is of round {rounds[0].round}")
-        kept = torch.zeros_like(flat(seen.grads))
-        doubt = torch.zeros_like(kept)
-        losses = []
-        for one in rounds:
-            target = self._target(one, kept, doubt)
-            found = self.inner.run_at([one], [target], [rng])[0]
-            losses.append(found.loss)
-            if one is not seen:
-                kept, doubt = self._next(one, found, kept, doubt)
-        return found._replace(info={**found.info, "losses": losses})
+        return self.run_many([seen], [rng])[0]
+
+    def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
+        chains = [history_of(one) for one in seen]
+        for rounds in chains:
+            if rounds[0].round != 0:
+                raise NeedError(f"the chain must begin in round 0, the first upload is of round {rounds[0].round}")
+        kept = [torch.zeros_like(flat(one.grads)) for one in seen]
+        doubt = [torch.zeros_like(k) for k in kept]
+        found: dict[int, Reconstruction] = {}
+        for t in range(max(map(len, chains))):
+            going = [i for i, rounds in enumerate(chains) if len(rounds) > t]
+            now = [chains[i][t] for i in going]
+            targets = [self._target(one, kept[i], doubt[i]) for i, one in zip(going, now, strict=True)]
+            cleaned = [_without(one, kept[i]) for i, one in zip(going, now, strict=True)]
+            guesses = self.inner.run_at(cleaned, targets, [rngs[i] for i in going])
+            for i, one, guess in zip(going, now, guesses, strict=True):
+                losses = [*found[i].info["losses"], guess.loss] if i in found else [guess.loss]
+                found[i] = guess._replace(info={**guess.info, "losses": losses})
+                kept[i], doubt[i] = self._next(one, guess, kept[i], doubt[i])
+        return [found[i] for i in range(len(seen))]
 
     def _target(self, seen: Observation, kept: Tensor, doubt: Tensor) -> Target:
         base = self.inner.aim(replace(seen, earlier=()))
@@ -141,7 +149,7 @@ class Chained(Attack):
         values = (flat(seen.grads) - kept) * weight
         size = values.square().sum().div(weight.count_nonzero().clamp_min(1)).sqrt().clamp_min(1e-30)
         trust = weight / (1 + (doubt / size).square()).sqrt()
-        return replace(base, sent=(flat(seen.grads) - kept) * trust, weight=trust)
+        return replace(base, sent=(flat(seen.grads) - kept) * trust, weight=trust, response=None)
 
     def _next(self, seen: Observation, found: Reconstruction, kept: Tensor, doubt: Tensor) -> tuple[Tensor, Tensor]:
         labels = found.labels if seen.labels is None else seen.labels
@@ -158,3 +166,9 @@ class Chained(Attack):
         if forgets(seen.defense):
             return torch.where(hit, 0.0, total), torch.where(hit, 0.0, doubt)
         return total - sent, doubt
+
+
+def _without(seen: Observation, kept: Tensor) -> Observation:
+    """Return the upload less what it holds of older batches; labels are read off it."""
+    sent = flat(seen.grads)
+    return replace(seen, grads=shaped(torch.where(sent != 0, sent - kept, 0.0), seen.grads))
