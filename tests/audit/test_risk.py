@@ -90,6 +90,13 @@ def test_a_large_model_is_sampled(monkeypatch) -> None:
     assert part.readable(sent, variance) == pytest.approx(whole, abs=0.05)
 
 
+def test_a_slow_model_is_scored_on_fewer_pictures(scene, monkeypatch) -> None:
+    found, uploads = scene
+    monkeypatch.setattr(risk, "PATIENCE", 0.0)
+    score = risk.fast_score(uploads, found, seed=0)
+    assert {len(r.readable) for r in score.risks} == {1}
+
+
 def test_rank_correlation() -> None:
     assert risk.rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
     assert risk.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)

@@ -138,7 +138,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Risk:
-    """The fast first-order score of one defense, one value per picture of the diagnostic column."""
+    """The fast first-order score of one defense: the first pictures of the diagnostic column, as time allowed."""
 
     defense: str
     readable: list[float]  # 0..1: share of the coarse picture a first-order attacker reads
