@@ -103,7 +103,21 @@ def make_report(
         share = 1.0 if name in ("none", "dp") else 0.23
         layers = [Layer(f"features.{i}.weight", 900 * (i + 1), share, share, 1.0 - 0.2 * i) for i in range(3)]
         uploads = [
-            Upload(c, int(64e3 * share), 64000, int(60e3 * share), 0.4, 0.9, 1.3, 0.002, 0.0, layers) for c in COLUMNS
+            Upload(
+                c,
+                int(64e3 * share),
+                64000,
+                int(50e3 * share),
+                4000,
+                int(60e3 * share),
+                0.4,
+                0.9,
+                1.3,
+                0.002,
+                0.0,
+                layers,
+            )
+            for c in COLUMNS
         ]
         defenses.append(DefenseInfo(name, f"{name}()", {"name": name}, uploads, 0.9 - 0.02 * len(defenses)))
     report = Report(

@@ -56,7 +56,7 @@ def test_hostile_text_cannot_break_a_markdown_table(hostile_report: Report) -> N
 
 def test_markdown(report: Report) -> None:
     text = to_markdown(report)
-    assert text.startswith("### topk and dgp leak; hardened and dp hold against these attacks")
+    assert text.startswith("### Pictures leak under topk and dgp; hardened and dp hold against these attacks")
     assert "| dgp | **leaks** | 0.5" in text
 
 

@@ -98,11 +98,14 @@ def test_a_slow_model_is_scored_on_fewer_pictures(scene, monkeypatch) -> None:
 
 
 def test_rank_correlation() -> None:
-    assert risk.rank_correlation([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
-    assert risk.rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
-    assert risk.rank_correlation([1, 1, 1, 1], [1, 2, 3, 4]) is None
-    assert risk.rank_correlation([1, 2, 3], [1, 2, 3]) is None
-    assert risk.rank_correlation([1, 2, 3, 4, math.nan], [1, 2, 3, 4, 5]) == pytest.approx(1.0)
+    def of(a, b):
+        return risk.rank_correlation(list(zip(a, b, strict=True)))
+
+    assert of([1, 2, 3, 4], [10, 20, 30, 40]) == pytest.approx(1.0)
+    assert of([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert of([1, 1, 1, 1], [1, 2, 3, 4]) is None
+    assert of([1, 2, 3], [1, 2, 3]) is None
+    assert of([1, 2, 3, 4, math.nan], [1, 2, 3, 4, 5]) == pytest.approx(1.0)
 
 
 def test_nothing_global_is_drawn(scene) -> None:

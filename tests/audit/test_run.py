@@ -9,6 +9,7 @@ import torch
 import gradveil
 from gradveil.audit import Audit, Plan, Report, subject
 from gradveil.audit.plan import cells
+from gradveil.audit.verdict import judge
 from gradveil.core import Attack, Observation, Reconstruction
 from gradveil.errors import ConfigError, NeedError
 from gradveil.training import Settings, Trainer, assemble
@@ -57,6 +58,9 @@ def test_noise_beyond_the_gradient_is_never_called_a_leak(quick: Report) -> None
 def test_costs_are_those_of_the_bytes(quick: Report) -> None:
     found = {d.name: d.uploads[0] for d in quick.defenses}
     assert found["dgp"].bytes_sent < 0.3 * found["dgp"].bytes_dense
+    assert 0 < found["dgp"].bytes_sent - found["dgp"].values_bytes - found["dgp"].positions_bytes < 1000  # the header
+    entries = sum(layer.entries for layer in found["dgp"].layers)
+    assert found["dgp"].paper_bytes == pytest.approx((0.2 * 32 + 0.8) * entries / 8, rel=0.02)
     assert found["none"].distance == 0.0
     assert found["none"].cosine == pytest.approx(1.0)
     layer = found["dgp"].layers[0]
@@ -206,14 +210,41 @@ def test_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path) -> None:
         Audit(other, found, before=kept)
 
 
-def test_active_attack_and_the_guard() -> None:
+@pytest.fixture(scope="module")
+def planted() -> Report:
     settings = {**QUICK, "model": "lenet", "pictures": 2, "batch_size": 2, "round": 0}
-    open_door = gradveil.audit(defenses=["dgp"], attacks=["rob"], **settings)
-    assert open_door.column("diagnostic").grants["active"]
-    assert open_door.judgement("none").verdict == "leaks"
-    guarded = gradveil.audit(defenses=["dgp"], attacks=["rob"], guard=True, **settings)
-    assert {row.status for row in guarded.rows if row.defense == "dgp"} == {"refused"}
-    assert guarded.judgement("dgp").verdict == "holds"
+    defenses = {"dgp": gradveil.dgp(), "drowned": gradveil.GaussianNoise(std=1e6)}
+    return gradveil.audit(defenses=defenses, attacks=["rob"], **settings)
+
+
+def test_active_attack_is_shown_without_and_with_the_guard(planted: Report) -> None:
+    assert planted.column("diagnostic").grants["active"]
+    assert [row.guarded for row in planted.rows] == [False, True] * 6
+    for defense in ("none", "dgp"):
+        assert planted.find("diagnostic", defense, "rob").scores["ssim"][0] > 0.9
+        refused = planted.find("diagnostic", defense, "rob", guarded=True)
+        assert refused.status == "refused"
+        assert "not the one you defined" in refused.note
+    assert planted.judgement("dgp").verdict == "leaks"
+    assert planted.attacks[0].adaptive  # its layout follows the defense
+    page = gradveil.audit.to_html(planted)
+    assert "rob, without the guard" in page
+    assert "refused: nothing was sent" in page
+    assert "keep the guard on" in page
+
+
+def test_the_setting_decides_which_of_both_is_judged(planted: Report) -> None:
+    guarded = replace(planted, settings={**planted.settings, "guard": True})
+    found = {j.defense: j.verdict for j in judge(guarded) if j.column is None}
+    assert found == {"none": "leaks", "dgp": "holds", "drowned": "holds"}
+    page = gradveil.audit.to_html(replace(guarded, judgements=judge(guarded)))
+    assert "rob, without the guard" in page  # what the guard hides is still shown
+
+
+def test_an_attack_that_finds_nothing_is_a_result(planted: Report) -> None:
+    empty = planted.find("diagnostic", "drowned", "rob")
+    assert empty.status == "ok", empty.traceback
+    assert planted.judgement("drowned").verdict == "holds"
 
 
 def test_audit_in_the_middle_of_a_training_run(tmp_path) -> None:
@@ -226,6 +257,8 @@ def test_audit_in_the_middle_of_a_training_run(tmp_path) -> None:
     found = gradveil.audit(attacks=READERS, accuracy_rounds=0, device="cpu", **plan)
     assert [d.name for d in found.defenses] == ["none", "dgp"]
     assert found.column("realistic").rounds == 4
+    assert found.title == "mlp(hidden=16) on digits after 4 rounds of training"
+    assert [found.settings[key] for key in ("model", "data", "round")] == ["mlp(hidden=16)", "digits", 4]
     dgp = next(d for d in found.defenses if d.name == "dgp")
     assert all(upload.residual_ratio > 0.5 for upload in dgp.uploads)  # the client's real residual, in both columns
     with pytest.raises(ConfigError, match="client must be below 3"):
@@ -249,6 +282,7 @@ def test_own_model_data_and_aligned_defense() -> None:
     assert all(row.status == "ok" for row in found.rows), [row.traceback for row in found.rows if row.traceback][:1]
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert found.settings["model"] == "Sequential"
+    assert "mean=(0.3" in next(d.text for d in found.defenses if d.name == "transformed")  # told the normalisation
 
 
 class Opaque(torch.autograd.Function):

@@ -15,10 +15,10 @@ from ..gradients import gradient, parameters, per_example_gradient
 from ..guard import Guard, fingerprint
 from ..training.job import own_randomness
 from ..veil import Veil, derive_rng
+from ..wire import SizeReport, size_report
 from ..wire.frame import read_frame
-from .plan import Plan, Subject
+from .plan import Plan, Subject, is_active
 from .report import Column, ColumnInfo
-from .verdict import BASELINE
 
 PRIOR = 512  # public pictures an attacker with a prior is given
 LONGEST_WAIT = 256  # uploads without content after which a defense counts as never sending
@@ -36,6 +36,7 @@ class Sent:
     seconds: float
     residual: float | None  # norm of what the client held back before this upload
     waited: int  # uploads without content that went before it, until enough was mixed
+    size: SizeReport | None = None  # where the bytes go
 
 
 class _Work(NamedTuple):
@@ -70,14 +71,23 @@ def column_info(column: Column, plan: Plan, subject: Subject) -> ColumnInfo:
     return ColumnInfo(column, "eval" if diagnostic else "train", size, rounds, list(range(count)), grants)
 
 
-def uploads(plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack: Attack | None = None) -> list[Sent]:
+def uploads(
+    plan: Plan,
+    subject: Subject,
+    column: ColumnInfo,
+    name: str,
+    attack: Attack | None = None,
+    *,
+    guarded: bool = False,
+) -> list[Sent]:
     """Return what the clients send under a defense, one upload for each group of pictures.
 
     Every upload comes from a client of its own with other private pictures in its residual. The model stays as it is
     while the residual ages, so that all defenses are attacked on the same weights; audit a checkpoint to see a
-    residual that grew while the model learnt. An active `attack` plants its model first.
+    residual that grew while the model learnt. An active `attack` plants its model first; `guarded` clients look at
+    it and raise `GuardError` if they refuse it.
     """
-    model = _model(plan, subject, column, name, attack)
+    model = _model(plan, subject, column, name, attack, guarded)
     groups = torch.tensor(column.pictures).split(column.batch_size)
     return [
         _Client((plan, subject, column), name, model, i).upload(subject.victims.batch(group, subject.device))
@@ -85,16 +95,17 @@ def uploads(plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack:
     ]
 
 
-def _model(plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack: Attack | None) -> nn.Module:
-    """Return the model the server sends out, in the mode the client uses it; a guarded client may refuse it."""
+def _model(
+    plan: Plan, subject: Subject, column: ColumnInfo, name: str, attack: Attack | None, guarded: bool
+) -> nn.Module:
+    """Return the model the server sends out, in the mode the client uses it."""
     with own_randomness(plan.seed, subject.device):
         model = subject.defenses[name].prepare_model(copy.deepcopy(subject.model)).to(subject.device)
-        if attack is not None and "active" in attack.needs:
+        if attack is not None and is_active(attack):
             honest = fingerprint(model)
             rng = derive_rng(plan.seed, "server", 0, "plant")
             model = attack.plant(model, subject.victims.input_shape, rng).to(subject.device)
-            # The bare client is the control that shows what the attack can do: it has no guard either.
-            if plan.guard and name != BASELINE:
+            if guarded:
                 Guard(pinned=honest).admit(model, input_shape=subject.victims.input_shape)
     return model.train(column.mode == "train")
 
@@ -129,8 +140,9 @@ class _Client:
             work = self._compute(probe, batch)
             payload, mask = self._seal(probe, work)
             if any(entry.sent for entry in read_frame(payload.body).entries):
+                seen = self._observe(payload, batch, mask)
                 return Sent(
-                    seen=self._observe(payload, batch, mask),
+                    seen=seen,
                     batch=batch,
                     trained_on=work.batch,
                     grads=work.grads,
@@ -138,6 +150,7 @@ class _Client:
                     seconds=sum(probe.seconds),
                     residual=None if held is None else tree.global_norm(held),
                     waited=waited,
+                    size=size_report(seen.grads, payload.body, within=mask),
                 )
             self._pass_by(f"{self.index} waiting {waited}")
         raise NeedError(f"{self.defense.key()} sent nothing in {LONGEST_WAIT} uploads: there is nothing to attack")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from statistics import fmean
 from typing import Any
 
 from .. import record
@@ -10,7 +11,7 @@ from ..errors import ConfigError
 from ..metrics import METRICS
 from ..spec import to_spec, to_text
 from . import accuracy, scoring
-from .plan import Plan, Subject, is_adaptive
+from .plan import Plan, Subject, is_active, is_adaptive
 from .report import AttackInfo, DefenseInfo, FastScore, Original, Report
 from .risk import rank_correlation
 
@@ -24,10 +25,12 @@ def metric_ends(scores: Mapping[str, Any]) -> dict[str, Any]:
 
 def empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
     """Return the report of an audit that has attacked nothing yet."""
-    victims = subject.victims
-    model = plan.model if subject.run_round is None else f"{plan.model} after {subject.run_round} rounds"
+    victims, title = subject.victims, f"{plan.model} on {plan.data}"
+    if subject.run is not None and subject.run_round is not None:
+        plan = replace(plan, model=subject.run.model, data=subject.run.data, round=subject.run_round)
+        title = f"{plan.model} on {plan.data} after {subject.run_round} rounds of training"
     return Report(
-        title=f"{model} on {plan.data}",
+        title=title,
         created=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         seconds=0.0,
         settings={key: list(value) if isinstance(value, tuple) else value for key, value in asdict(plan).items()},
@@ -42,7 +45,10 @@ def empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
         ],
         columns=columns,
         floors=[],
-        attacks=[AttackInfo(n, to_text(a), to_spec(a), is_adaptive(a)) for n, a in subject.attacks.items()],
+        attacks=[
+            AttackInfo(n, to_text(a), to_spec(a), is_adaptive(n, subject), is_active(a))
+            for n, a in subject.attacks.items()
+        ],
         defenses=[DefenseInfo(n, to_text(d), to_spec(d), []) for n, d in subject.defenses.items()],
         rows=[],
     )
@@ -65,23 +71,31 @@ def notes(report: Report) -> list[str]:
     if any(d.accuracy is not None for d in report.defenses):
         found.append(accuracy.NOTE.format(rounds=report.settings["accuracy_rounds"]))
     for defense in report.defenses:
-        for upload in defense.uploads:
-            if upload.waited:
-                found.append(
-                    f"{defense.name} sends nothing until enough is mixed: in the {upload.column} column "
-                    f"{upload.waited:g} empty uploads went before each attacked one, and their batches are in it."
-                )
+        waits = [f"{upload.waited:g} ({upload.column})" for upload in defense.uploads if upload.waited]
+        if waits:
+            found.append(
+                f"{defense.name} sends nothing until enough is mixed: {' and '.join(waits)} empty uploads went before "
+                "each attacked one, and their batches are in it."
+            )
     return found
 
 
 def correlated(report: Report) -> FastScore | None:
-    """Return the fast score with its rank correlation to the best attack on each picture."""
+    """Return the fast score with its rank correlation to the best attack on each picture.
+
+    Active attacks are left out: they read another model than the one that was scored.
+    """
     if report.fast is None:
         return None
-    scores, results = [], []
+    passive = {attack.name for attack in report.attacks if not attack.active}
+    ran = [r for r in report.rows if r.column == "diagnostic" and r.attack in passive and r.status == "ok"]
+    pairs: list[tuple[float, float]] = []
+    each: list[float | None] = []
     for risk in report.fast.risks:
-        rows = [r for r in report.rows if r.column == "diagnostic" and r.defense == risk.defense and r.status == "ok"]
-        best = [max(values) for values in zip(*(row.scores["ssim"] for row in rows), strict=True)]
-        scores += risk.readable[: len(best)]
-        results += best[: len(risk.readable)]
-    return replace(report.fast, correlation=rank_correlation(scores, results), pairs=len(results))
+        rows = [row.scores["ssim"] for row in ran if row.defense == risk.defense]
+        found = list(zip(risk.readable, (max(values) for values in zip(*rows, strict=True)), strict=False))
+        pairs += found
+        each.append(rank_correlation(found))
+    known = [value for value in each if value is not None]
+    within = fmean(known) if known else None
+    return replace(report.fast, correlation=rank_correlation(pairs), pairs=len(pairs), within=within)

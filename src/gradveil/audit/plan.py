@@ -13,10 +13,12 @@ from .. import check, data, models
 from ..attacks import ATTACKS
 from ..core import Attack, Defense, LossFn, Tensors
 from ..data import Dataset
-from ..defenses import ATS, DEFENSES
+from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..spec import build, to_text
 from ..training import Checkpoint, Settings, load_checkpoint
+from ..training.feed import shards
+from ..training.job import fitted, pick_device
 from .report import COLUMNS, Column
 from .verdict import BASELINE
 
@@ -46,7 +48,7 @@ class Scope:
     round: int = _option(4, "Uploads the client made before the attacked one, for the realistic column.")
     checkpoint: str = _option("", "A checkpoint of gradveil train: audit that run, with a client's real residual.")
     client: int = _option(0, "Which client of the checkpoint.")
-    guard: bool = _option(False, "Let clients refuse a manipulated model; off shows what the defense alone does.")
+    guard: bool = _option(False, "Judge by clients that refuse a manipulated model. Both cases are always reported.")
     accuracy_rounds: int = _option(60, "Rounds of training to measure accuracy under each defense; 0: do not.")
     budget: float = _option(0.0, "Minutes the audit may take; 0: no limit. What does not fit is reported as cut.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
@@ -81,7 +83,8 @@ class Subject:
     attacks: dict[str, Attack]
     device: torch.device
     residuals: dict[str, Tensors] = field(default_factory=dict)  # veil states of a real run, by defense
-    run_round: int | None = None  # how far that run was
+    run: Settings | None = None  # of that run
+    run_round: int | None = None  # how far it was
 
 
 @dataclass(frozen=True)
@@ -91,22 +94,34 @@ class Cell:
     column: Column
     defense: str
     attack: str
+    guarded: bool = False
 
 
 def cells(subject: Subject) -> list[Cell]:
     """Return every cell, the most telling first: a budget that runs out takes the last ones.
 
-    The bare gradient comes first, because without it nothing can be judged; then the worst case, then everyday.
+    The bare gradient comes first, because without it nothing can be judged; then the worst case, then everyday. An
+    active attack is tried on clients without and with a guard.
     """
-    order = sorted(subject.defenses, key=lambda name: name != BASELINE)
-    attacks = sorted(subject.attacks, key=lambda name: not is_adaptive(subject.attacks[name]))
-    both = [Cell(column, BASELINE, attack) for column in COLUMNS for attack in attacks]
-    return both + [Cell(c, d, a) for c in COLUMNS for d in order if d != BASELINE for a in attacks]
+    attacks = sorted(subject.attacks, key=lambda name: not is_adaptive(name, subject))
+    tried = [(name, guard) for name in attacks for guard in (False, True)[: 1 + is_active(subject.attacks[name])]]
+    defended = [name for name in subject.defenses if name != BASELINE]
+    both = [Cell(column, BASELINE, *each) for column in COLUMNS for each in tried]
+    return both + [Cell(column, name, *each) for column in COLUMNS for name in defended for each in tried]
 
 
-def is_adaptive(attack: Attack) -> bool:
-    """Say whether the attack uses what it knows about the defense."""
-    return bool(getattr(attack, "adaptive", getattr(attack, "masked", "never") != "never"))
+def is_active(attack: Attack) -> bool:
+    """Say whether the attack is one of a server that does not follow the protocol."""
+    return "active" in attack.needs
+
+
+def is_adaptive(name: str, subject: Subject) -> bool:
+    """Say whether the attack uses what it knows about the defenses, in its search or in what it plants."""
+    attack, data = subject.attacks[name], subject.victims
+    if bool(getattr(attack, "adaptive", getattr(attack, "masked", "never") != "never")):
+        return True
+    plain = attack.fitted(None, data.mean, data.std)
+    return any(attack.fitted(defense, data.mean, data.std) != plain for defense in subject.defenses.values())
 
 
 def default_defenses() -> tuple[str, ...]:
@@ -136,7 +151,7 @@ def subject(
         model = models.build(name, num_classes=classes, input_shape=shape, seed=plan.seed)
         _load_weights(model, plan, saved)
     wanted = defenses or _named(DEFENSES, plan.defenses or _fallback(saved), "defense")
-    wanted = {name: _told(defense, victims) for name, defense in wanted.items()}
+    wanted = {name: fitted(defense, victims) for name, defense in wanted.items()}
     return Subject(
         model=model.to(device),
         loss_fn=loss_fn,
@@ -146,22 +161,10 @@ def subject(
         defenses={BASELINE: build(DEFENSES, BASELINE, "defense"), **wanted},
         attacks=dict(attacks or _named(ATTACKS, plan.attacks or DEFAULT_ATTACKS, "attack")),
         device=device,
-        residuals=_residuals(plan, saved, wanted),
+        residuals=_residuals(plan, saved, wanted, victims),
+        run=saved.settings if saved else None,
         run_round=saved.round if saved else None,
     )
-
-
-def pick_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is a GPU if there is one."""
-    from ..training.job import pick_device as pick
-
-    return pick(name)
-
-
-def _told(defense: Defense, data: Dataset) -> Defense:
-    """Tell a defense that changes pictures how they are normalised, unless it was told."""
-    unset = isinstance(defense, ATS) and (defense.mean, defense.std) == (ATS().mean, ATS().std)
-    return ATS(defense.policy, data.mean, data.std) if isinstance(defense, ATS) and unset else defense
 
 
 def _fallback(saved: Checkpoint | None) -> tuple[str, ...]:
@@ -183,15 +186,21 @@ def _load_weights(model: nn.Module, plan: Plan, saved: Checkpoint | None) -> Non
         return
     try:
         state = saved.model if saved else load_file(plan.weights)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"cannot read the weights {plan.weights}: {error}") from error
+    try:
         model.load_state_dict(state)
-    except (OSError, SafetensorError, RuntimeError) as error:
+    except RuntimeError as error:
         raise ConfigError(f"the weights do not fit the model {plan.model}: {error}") from error
 
 
-def _residuals(plan: Plan, saved: Checkpoint | None, defenses: Mapping[str, Defense]) -> dict[str, Tensors]:
+def _residuals(
+    plan: Plan, saved: Checkpoint | None, defenses: Mapping[str, Defense], data: Dataset
+) -> dict[str, Tensors]:
+    """Return the client's saved state for each defense that is the one it trained under."""
     if saved is None:
         return {}
-    own = to_text(build(DEFENSES, saved.settings.defense, "defense"))
+    own = to_text(fitted(build(DEFENSES, saved.settings.defense, "defense"), data))
     return {name: saved.users[plan.client] for name, d in defenses.items() if to_text(d) == own}
 
 
@@ -224,9 +233,7 @@ def _pictures(plan: Plan, saved: Checkpoint | None, dataset: Dataset | None) -> 
 
 def _shard(plan: Plan, saved: Checkpoint) -> tuple[Dataset, Dataset]:
     """Return the client's own pictures of a training run, and everybody's test pictures."""
-    from ..training.feed import shards
-
-    settings: Settings = saved.settings
+    settings = saved.settings
     root = settings.root or None
     train = data.load(settings.data, split="train", root=root)
     parts = shards(train, settings)

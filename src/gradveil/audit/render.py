@@ -8,7 +8,7 @@ from typing import Any
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined, select_autoescape
 
-from . import view, words
+from . import summary, view, words
 from .report import COLUMNS, Report
 
 
@@ -35,7 +35,11 @@ def environment() -> Environment:
         "duration": words.duration,
         "label": words.label,
     }
-    env.globals |= {"metric_words": words.METRIC_WORDS, "verdict_words": words.VERDICT_WORDS}
+    env.globals |= {
+        "metric_words": words.METRIC_WORDS,
+        "guess_words": words.GUESS_WORDS,
+        "column_names": words.COLUMN_NAMES,
+    }
     return env
 
 
@@ -57,7 +61,8 @@ def to_html(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """Return a short text for a pull request."""
-    lines = [f"### {_md(words.headline(report))}", "", _md(words.summary(report)), ""]
+    lines = [f"### {_md(summary.headline(report))}", "", _md(summary.what_leaks(report)), ""]
+    lines += [*(f"- {_md(item)}" for item in summary.advice(report)), ""]
     lines += [
         "| defense | verdict | worst case | everyday case | blind guess | bytes sent |",
         "|---|---|---|---|---|---|",
@@ -72,7 +77,8 @@ def to_markdown(report: Report) -> str:
         lines.append(
             f"| {_md(words.label(defense.name))} | **{verdict}** | {cells[0]} | {cells[1]} | {floor} | {sent} |"
         )
-    lines += ["", "Scores are the mean SSIM of the strongest attack (1 = identical). Worst case: one picture, labels"]
+    lines += ["", _md(summary.method(report))]
+    lines += ["Scores are the mean SSIM of the strongest attack (1 = identical). Worst case: one picture, labels"]
     lines += ["known. Everyday case: the client's batch size, labels unknown, a used residual.", ""]
     for kind, items in (("Cut", report.cut), ("Note", report.notes)):
         lines += [f"- {kind}: {_md(item)}" for item in items]

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 from ..errors import ConfigError
 
-SCHEMA = 1
+SCHEMA = 2
 Column = Literal["diagnostic", "realistic"]
 COLUMNS: tuple[Column, ...] = ("diagnostic", "realistic")
 Status = Literal["ok", "refused", "skipped", "failed"]
@@ -57,7 +57,8 @@ class Row:
     """One attack on one defense in one column.
 
     `ok`: it ran. `refused`: the client's guard would not compute a gradient, so nothing was sent. `skipped` and
-    `failed`: there is no result, and `note` says why.
+    `failed`: there is no result, and `note` says why. An active attack has two rows: `guarded` says whether the client
+    looked at the model first.
     """
 
     column: Column
@@ -65,6 +66,7 @@ class Row:
     attack: str
     status: Status
     adaptive: bool = False
+    guarded: bool = False
     note: str = ""
     traceback: str = ""
     scores: dict[str, list[float]] = field(default_factory=dict)
@@ -96,7 +98,9 @@ class Upload:
     column: Column
     bytes_sent: int
     bytes_dense: int
-    paper_bytes: int
+    values_bytes: int  # of those sent; the rest is the header
+    positions_bytes: int
+    paper_bytes: int  # 32 bits for a sent entry, 1 for a pruned one
     distance: float  # ||sent - gradient|| / ||gradient||
     cosine: float
     residual_ratio: float | None  # ||residual|| / ||gradient|| before the upload; None: the defense keeps none
@@ -115,6 +119,11 @@ class DefenseInfo:
     uploads: list[Upload]
     accuracy: float | None = None
 
+    @property
+    def everyday(self) -> Upload | None:
+        """What it sends in the realistic column, or in the other where that has no result."""
+        return next((u for u in self.uploads if u.column == "realistic"), next(iter(self.uploads), None))
+
 
 @dataclass(frozen=True)
 class AttackInfo:
@@ -124,6 +133,7 @@ class AttackInfo:
     text: str
     spec: dict[str, Any]
     adaptive: bool
+    active: bool = False  # changes the model it sends, which a guard may see
 
 
 @dataclass(frozen=True)
@@ -154,6 +164,7 @@ class FastScore:
     risks: list[Risk]
     correlation: float | None = None  # Spearman, over every (defense, picture) with a result
     pairs: int = 0
+    within: float | None = None  # the same among the pictures of one defense, mean over the defenses
     note: str = ""  # why there is no score, if there is none
 
 
@@ -202,10 +213,10 @@ class Report:
         """Return the description of a column."""
         return next(c for c in self.columns if c.name == name)
 
-    def find(self, column: Column, defense: str, attack: str) -> Row | None:
+    def find(self, column: Column, defense: str, attack: str, *, guarded: bool = False) -> Row | None:
         """Return the row of one attack on one defense."""
-        wanted = (column, defense, attack)
-        return next((r for r in self.rows if (r.column, r.defense, r.attack) == wanted), None)
+        wanted = (column, defense, attack, guarded)
+        return next((r for r in self.rows if (r.column, r.defense, r.attack, r.guarded) == wanted), None)
 
     def judgement(self, defense: str, column: Column | None = None) -> Judgement:
         """Return the verdict on a defense, overall or in one column."""

@@ -140,11 +140,11 @@ def fast_score(uploads: Callable[[str], Sequence[Sent]], subject: Subject, seed:
     return FastScore(time.monotonic() - started, len(directions), risks)
 
 
-def rank_correlation(a: list[float], b: list[float]) -> float | None:
+def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Return Spearman's rank correlation; None where a constant or fewer than four pairs leave it undefined."""
     from scipy.stats import spearmanr
 
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if math.isfinite(x) and math.isfinite(y)]
+    pairs = [(x, y) for x, y in pairs if math.isfinite(x) and math.isfinite(y)]
     if len(pairs) < 4 or len({x for x, _ in pairs}) < 2 or len({y for _, y in pairs}) < 2:
         return None
     return float(spearmanr(*zip(*pairs, strict=True)).statistic)

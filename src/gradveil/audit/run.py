@@ -18,7 +18,7 @@ from ..veil import derive_rng
 from . import accuracy, clients, draft, scoring
 from .clients import Sent
 from .diagnose import diagnose
-from .plan import Cell, Plan, Subject, cells, is_adaptive
+from .plan import Cell, Plan, Subject, cells, is_active, is_adaptive
 from .report import COLUMNS, Column, FastScore, Finding, Report, Row
 from .risk import fast_score
 from .verdict import BASELINE, against_floor, judge
@@ -76,7 +76,7 @@ class Audit:
         try:
             self._prepare()
             for cell in self.cells:
-                if self.report.find(cell.column, cell.defense, cell.attack) is None:
+                if self._open(cell):
                     self._update(rows=[*self.report.rows, self._row(cell)])
             self._measure_accuracy()
         except KeyboardInterrupt:
@@ -107,10 +107,11 @@ class Audit:
             why = f"It cannot be computed for this model: {error}"
             self._update(fast=score or FastScore(0.0, 0, [], note=why))
 
-    def _sent(self, column: Column, defense: str, attack: Attack | None = None) -> list[Sent]:
+    def _open(self, cell: Cell) -> bool:
+        return self.report.find(cell.column, cell.defense, cell.attack, guarded=cell.guarded) is None
+
+    def _sent(self, column: Column, defense: str) -> list[Sent]:
         """Return the uploads of a defense; those of the last defense are kept, since every passive attack sees them."""
-        if attack is not None and "active" in attack.needs:
-            return clients.uploads(self.plan, self.subject, self.columns[column], defense, attack)
         if self._uploads is None or self._uploads[0] != (column, defense):
             sent = clients.uploads(self.plan, self.subject, self.columns[column], defense)
             self._uploads = (column, defense), sent
@@ -131,8 +132,7 @@ class Audit:
     # One cell
 
     def _row(self, cell: Cell) -> Row:
-        attack = self.subject.attacks[cell.attack]
-        row = Row(cell.column, cell.defense, cell.attack, "ok", is_adaptive(attack))
+        attack, row = self.subject.attacks[cell.attack], self._blank(cell)
         lacking = missing(attack, clients.threat(cell.column, self.subject))
         if lacking:
             return replace(row, status="skipped", note=f"the attacker is not granted {', '.join(lacking)}")
@@ -155,10 +155,18 @@ class Audit:
         trace = "".join(traceback.format_exception(error))
         return replace(row, status="failed", seconds=seconds, note=f"{type(error).__name__}: {error}", traceback=trace)
 
+    def _blank(self, cell: Cell) -> Row:
+        adaptive = is_adaptive(cell.attack, self.subject)
+        return Row(cell.column, cell.defense, cell.attack, "ok", adaptive, cell.guarded)
+
     def _attack(self, cell: Cell, attack: Attack) -> dict[str, Any]:
         data = self.subject.victims
         attack = attack.fitted(self.subject.defenses[cell.defense], data.mean, data.std)
-        sent = self._sent(cell.column, cell.defense, attack)
+        if is_active(attack):
+            column = self.columns[cell.column]
+            sent = clients.uploads(self.plan, self.subject, column, cell.defense, attack, guarded=cell.guarded)
+        else:
+            sent = self._sent(cell.column, cell.defense)
         rngs = [derive_rng(self.plan.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
         with watch(lambda p: self._watch(cell, p), every=WATCH_EVERY):
             self._say(_name(cell))
@@ -191,7 +199,7 @@ class Audit:
         self._say(_name(cell), progress.step, progress.total)
 
     def _say(self, stage: str, step: int = 0, steps: int = 0) -> None:
-        open_cells = [c for c in self.cells if self.report.find(c.column, c.defense, c.attack) is None]
+        open_cells = [cell for cell in self.cells if self._open(cell)]
         costs = [self._cost(c) for c in open_cells]
         known = [c for c in costs if c is not None]
         left = None
@@ -220,14 +228,14 @@ class Audit:
 
     def _finish(self, why: str) -> None:
         rows = list(self.report.rows)
-        for cell in self.cells:
-            if self.report.find(cell.column, cell.defense, cell.attack) is None:
-                adaptive = is_adaptive(self.subject.attacks[cell.attack])
-                rows.append(Row(cell.column, cell.defense, cell.attack, "skipped", adaptive, f"cut: {why}"))
+        rows += [
+            replace(self._blank(cell), status="skipped", note=f"cut: {why}") for cell in self.cells if self._open(cell)
+        ]
         cut = [f"{_name(row)}: {row.note.removeprefix('cut: ')}" for row in rows if row.note.startswith("cut: ")]
         self._update(rows=rows)
         self._update(cut=cut, notes=draft.notes(self.report), fast=draft.correlated(self.report))
         self._update(findings=self._explain())
+        self._say("done")
 
     def _explain(self) -> list[Finding]:
         """Look for the cause wherever no attack at all beats blind guessing without a defense."""
@@ -264,4 +272,4 @@ def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _name(item: Cell | Row) -> str:
-    return f"{item.column}, {item.defense}, {item.attack}"
+    return f"{item.column}, {item.defense}, {item.attack}{', guarded' if item.guarded else ''}"

@@ -18,7 +18,6 @@ from .. import metrics, tree
 from ..core import Batch, Grads, Reconstruction
 from ..data import to_pixels
 from ..veil import derive_rng
-from ..wire import paper_bits
 from .clients import Sent
 from .plan import Plan, Subject
 from .report import Column, Floor, Layer, Upload
@@ -143,6 +142,8 @@ def contrast(guesses: Sequence[Tensor], truths: Sequence[Tensor]) -> list[float]
     """
     if len(truths) < 2:
         return []
+    if not any(len(guess) for guess in guesses):  # an attack may say that it found nothing
+        return [0.0] * sum(len(truth) for truth in truths)
     table = metrics.pairwise_ssim(torch.cat(list(truths)), torch.cat(list(guesses))).cpu().double()
     blocks = [rows.split([len(g) for g in guesses], dim=1) for rows in table.split([len(t) for t in truths])]
     out: list[float] = []
@@ -169,16 +170,18 @@ def _best(cards: Sequence[Cards]) -> list[float]:
 def describe_uploads(column: Column, sent: Sequence[Sent]) -> Upload:
     """Return what left the client, as a mean over the uploads."""
     first = sent[0].grads
-    dense = sum(g.numel() * g.element_size() for g in first.values())
+    weighed = [s.size for s in sent if s.size is not None]
     size = [tree.global_norm(s.grads) or 1.0 for s in sent]
     held = [s.residual / n for s, n in zip(sent, size, strict=True) if s.residual is not None]
     away = [tree.global_norm(tree.sub(s.seen.grads, s.grads)) / n for s, n in zip(sent, size, strict=True)]
     per_layer = [{name: _layer(g, s.seen.grads[name]) for name, g in s.grads.items()} for s in sent]
     return Upload(
         column=column,
-        bytes_sent=round(fmean(s.nbytes for s in sent)),
-        bytes_dense=dense,
-        paper_bytes=round(fmean(paper_bits(s.seen.grads) / 8 for s in sent)),
+        bytes_sent=round(fmean(w.total_bytes for w in weighed)),
+        bytes_dense=weighed[0].dense_bytes,
+        values_bytes=round(fmean(w.values_bytes for w in weighed)),
+        positions_bytes=round(fmean(w.positions_bytes for w in weighed)),
+        paper_bytes=round(fmean(w.paper_bytes for w in weighed)),
         distance=fmean(away),
         cosine=fmean(_cosine(s.grads, s.seen.grads) for s in sent),
         residual_ratio=fmean(held) if held else None,

@@ -43,6 +43,21 @@ class Comparison:
     detectable: float | None
 
 
+def counts(report: Report, row: Row) -> bool:
+    """Say whether the verdict goes by this row. Of an active attack's two rows it is the one the settings ask for.
+
+    The bare client is the control that shows what the attack can do: it is judged without a guard.
+    """
+    active = any(attack.active for attack in report.attacks if attack.name == row.attack)
+    return row.guarded == (active and bool(report.settings.get("guard")) and row.defense != BASELINE)
+
+
+def counted(report: Report, column: Column, defense: str, attack: str) -> Row | None:
+    """Return the row of an attack on a defense that the verdict goes by."""
+    rows = (report.find(column, defense, attack, guarded=guarded) for guarded in (False, True))
+    return next((row for row in rows if row is not None and counts(report, row)), None)
+
+
 def best_floor(report: Report, column: Column) -> tuple[str, list[float]]:
     """Return the blind guess with the highest mean SSIM, and its SSIM per picture."""
     floors = [(f.guess, f.scores["ssim"]) for f in report.floors if f.column == column and "ssim" in f.scores]
@@ -110,7 +125,7 @@ def _judge_column(report: Report, defense: str, column: Column) -> Judgement:
     tests: dict[str, Comparison] = {}
     beaten, missing = [], []
     for attack in report.attacks:
-        row = report.find(column, defense, attack.name)
+        row = counted(report, column, defense, attack.name)
         test = None if row is None else against_floor(report, row)
         if test is None:
             missing.append(f"{attack.name} has no result: {row.note if row and row.note else 'it did not run'}")

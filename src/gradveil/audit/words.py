@@ -1,19 +1,19 @@
-"""The report in plain sentences. Each one is true whatever the numbers are; none says that a defense is safe."""
+"""Numbers and names as people read them."""
 
 import math
 from collections.abc import Sequence
 
-from .report import Judgement, Report
 from .verdict import BASELINE
 
-VERDICT_WORDS = {
-    "leaks": "leaks",
-    "holds": "holds against these attacks",
-    "incomplete": "incomplete: cannot be judged",
-}
+COLUMN_NAMES = {"diagnostic": "worst case", "realistic": "everyday case"}
 COLUMN_WORDS = {
-    "diagnostic": "Worst case: one picture per upload, evaluation mode, labels known, a fresh client.",
-    "realistic": "Everyday case: a batch of pictures, training mode, labels unknown, a client that has sent before.",
+    "diagnostic": "Worst case: one picture per upload, evaluation mode, labels known.",
+    "realistic": "Everyday case: a batch of pictures, training mode, labels unknown.",
+}
+GUESS_WORDS = {
+    "grey": "plain grey",
+    "mean_image": "the mean of public pictures",
+    "random_picture": "a random public picture",
 }
 METRIC_WORDS = {
     "ssim": "structural similarity, 1 = identical",
@@ -75,62 +75,10 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 60)} min {int(seconds % 60)} s"
 
 
-def listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str], last: str = "and") -> str:
     """Return names as a phrase.
 
-    >>> listed(["a"]), listed(["a", "b", "c"])
-    ('a', 'a, b and c')
+    >>> listed(["a"]), listed(["a", "b", "c"]), listed(["a", "b"], "or")
+    ('a', 'a, b and c', 'a or b')
     """
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}" if names else "nothing"
-
-
-def headline(report: Report) -> str:
-    """Return the one sentence a reader should take away."""
-    overall = {j.defense: j for j in report.judgements if j.column is None}
-    control = overall.get(BASELINE)
-    if control is None or control.verdict != "leaks":
-        return "The attacks did not work without a defense, so nothing here is evidence of privacy"
-    groups = {v: [d for d, j in overall.items() if d != BASELINE and j.verdict == v] for v in VERDICT_WORDS}
-    if not any(groups.values()):
-        return "This model's gradient gives its pictures away"
-    parts = []
-    if groups["leaks"]:
-        every = not groups["holds"] and not groups["incomplete"] and len(groups["leaks"]) > 1
-        names = "Every defense tested" if every else listed(groups["leaks"])
-        parts.append(f"{names} leak{'s' if every or len(groups['leaks']) == 1 else ''}")
-    if groups["holds"]:
-        parts.append(f"{listed(groups['holds'])} hold{'s' if len(groups['holds']) == 1 else ''} against these attacks")
-    if groups["incomplete"]:
-        parts.append(f"{listed(groups['incomplete'])} cannot be judged")
-    return "; ".join(parts)
-
-
-def explain(judgement: Judgement) -> str:
-    """Return one sentence on what the strongest attack got under a defense."""
-    if judgement.worst is None:
-        return f"No attack has a result. {judgement.reasons[0] if judgement.reasons else ''}".strip()
-    got = f"SSIM {number(judgement.worst)} on average and {number(judgement.worst_picture)} on the best picture"
-    if judgement.verdict == "leaks":
-        return (
-            f"The strongest attack ({judgement.worst_attack}) gets {got}; a blind guess gets {number(judgement.floor)}."
-        )
-    if judgement.verdict == "holds":
-        limit = ""
-        if judgement.detectable is not None:
-            limit = f" A contrast under {number(judgement.detectable)} would have gone unseen."
-        return f"The strongest attack ({judgement.worst_attack}) gets {got}, no better than guessing.{limit}"
-    return f"The strongest attack with a result gets {got}. {judgement.reasons[0]}."
-
-
-def summary(report: Report) -> str:
-    """Return what was done, in two sentences."""
-    settings = report.settings
-    defended = [d.name for d in report.defenses if d.name != BASELINE]
-    n = len(report.column("diagnostic").pictures)
-    return (
-        f"A client's gradient of {n} {'picture' if n == 1 else 'pictures'} was computed on {settings.get('model')}, "
-        f"protected, sent through the wire format and attacked as it arrived: "
-        f"{len(report.attacks)} {'attack' if len(report.attacks) == 1 else 'attacks'} on "
-        f"{len(defended)} {'defense' if len(defended) == 1 else 'defenses'} and on the bare gradient. "
-        "A score counts only where it beats a guess that never looked at the gradient."
-    )
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} {last} {names[-1]}" if names else "nothing"

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 
-from ..audit import Audit, Event, Plan, Report, subject, to_html, to_markdown, words, write
+from ..audit import Audit, Event, Plan, Report, subject, summary, to_html, to_markdown, words, write
 from ..audit.compare import compare_reports, settings_changed
 from ..audit.plan import DEFAULT_ATTACKS, Scope, default_defenses
 from ..audit.report import COLUMNS
@@ -21,6 +21,7 @@ from . import app, err, out
 from .options import with_options
 
 Repeat = Annotated[list[str] | None, typer.Option(help="May be repeated; name=... gives it a name in the report.")]
+OF_THE_RUN = ("model", "weights", "data", "round")  # settings a checkpoint settles
 STYLES = {"leaks": "red", "holds": "green", "incomplete": "yellow"}
 
 
@@ -40,17 +41,21 @@ def audit(
     """Attack what a client would send under each defense, and write a report.
 
     Without arguments: bundled photos, a small model, the usual defenses, a naive and a mask-aware attacker; no data and
-    no download needed. Flags go before CONFIG, and CONFIG before the defaults. The folder gets report.json (the truth),
+    no download needed. A flag wins over CONFIG, and CONFIG over the defaults. The folder gets report.json (the truth),
     report.html (one page that needs nothing else) and report.md (for a pull request). Ctrl-C keeps what is done.
     """
+    settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
+    if flags["checkpoint"] and settled:
+        raise ConfigError(f"the checkpoint settles the model, the data and the round: leave out {', '.join(settled)}")
     values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
     values |= {"defenses": defense} if defense else {}
     values |= {"attacks": attack} if attack else {}
     plan = from_mapping(values, Plan, str(config or "gradveil audit"))
-    folder.mkdir(parents=True, exist_ok=True)
     before = Report.load(folder / "report.json") if resume else None
+    found = subject(plan)
+    folder.mkdir(parents=True, exist_ok=True)
     with Progress(*_columns(), console=err, disable=not progress, refresh_per_second=4) as bar:
-        tell, found = _bars(bar), subject(plan)
+        tell = _bars(bar)
         if jobs > 1 or ray is not None:
             count = lambda done, total: tell(Event("attacking", done, total))  # noqa: E731
             before = spread(plan, found, folder / "jobs", workers=jobs, ray=ray, tell=count)
@@ -64,7 +69,9 @@ def audit(
             raise
     page = write(report, folder)
     out.print(_table(report))
-    out.print(words.headline(report), style="bold", markup=False)
+    out.print(summary.headline(report), style="bold", markup=False)
+    for item in summary.advice(report):
+        out.print(f"- {item}", markup=False, highlight=False)
     out.print(f"The report: {page.resolve().as_uri()}", highlight=False, soft_wrap=True)
     if any(row.status == "failed" for row in report.rows):
         err.print("[red]an attack failed[/]: its traceback is in the report")

@@ -27,6 +27,7 @@ from ..data import Dataset, to_pixels
 from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..spec import build
+from ..training.job import fitted
 from ..veil import derive_rng
 
 SIDE = 32
@@ -131,8 +132,8 @@ class Studio:
 
 def perform(order: Order, studio: Studio, emit: Emit, stop: threading.Event) -> None:
     """Run the experiment and tell `emit` about it; raises `StoppedError` soon after `stop` is set."""
-    victim, defense = studio.victim(order), order.protection()
-    attack = order.attack()
+    victim, attack = studio.victim(order), order.attack()
+    defense = fitted(order.protection(), victim)
     half = len(studio.others) // 2
     subject = Subject(
         model=studio.model,
