@@ -47,6 +47,11 @@ def test_audit_from_config_and_flags(tmp_path) -> None:
     assert markdown.output == (out / "report.md").read_text()
 
 
+def test_checkpoint_settles_the_model() -> None:
+    done = run(app, ["audit", "--checkpoint", "c.safetensors", "--model", "lenet"])
+    assert "leave out --model" in str(done.exception)
+
+
 def test_bad_settings_are_named(tmp_path) -> None:
     (tmp_path / "a.toml").write_text("pictres = 3\n")
     done = run(app, ["audit", str(tmp_path / "a.toml")])

@@ -258,9 +258,12 @@ def test_audit_in_the_middle_of_a_training_run(tmp_path) -> None:
     assert [d.name for d in found.defenses] == ["none", "dgp"]
     assert found.column("realistic").rounds == 4
     assert found.title == "mlp(hidden=16) on digits after 4 rounds of training"
-    assert [found.settings[key] for key in ("model", "data", "round")] == ["mlp(hidden=16)", "digits", 4]
+    assert [found.settings[key] for key in ("model", "data")] == ["mlp(hidden=16)", "digits"]
     dgp = next(d for d in found.defenses if d.name == "dgp")
     assert all(upload.residual_ratio > 0.5 for upload in dgp.uploads)  # the client's real residual, in both columns
+    other = gradveil.audit(defenses=["topk"], attacks=READERS[:1], accuracy_rounds=0, device="cpu", **plan)
+    assert [u.residual_ratio > 0 for d in other.defenses for u in d.uploads if d.name == "topk"] == [False, True]
+    assert any("topk is not what this run was trained under" in note for note in other.notes)
     with pytest.raises(ConfigError, match="client must be below 3"):
         gradveil.audit(checkpoint=plan["checkpoint"], client=3)
 

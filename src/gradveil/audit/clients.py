@@ -124,8 +124,10 @@ class _Client:
         state = subject.residuals.get(name)
         if state is not None:
             self.veil.load_state_dict(state)
-        elif subject.run_round is None:
-            for round_ in range(column.rounds):
+        else:
+            # Another defense than that of the run has no residual in the checkpoint: it ages on the trained model.
+            aged = column.rounds if subject.run_round is None else plan.round * (column.name == "realistic")
+            for round_ in range(aged):
                 self._pass_by(f"{index} {round_}")
 
     def upload(self, batch: Batch) -> Sent:

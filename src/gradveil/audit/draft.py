@@ -27,7 +27,7 @@ def empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
     """Return the report of an audit that has attacked nothing yet."""
     victims, title = subject.victims, f"{plan.model} on {plan.data}"
     if subject.run is not None and subject.run_round is not None:
-        plan = replace(plan, model=subject.run.model, data=subject.run.data, round=subject.run_round)
+        plan = replace(plan, model=subject.run.model, data=subject.run.data)
         title = f"{plan.model} on {plan.data} after {subject.run_round} rounds of training"
     return Report(
         title=title,
@@ -65,7 +65,7 @@ def resumed(fresh: Report, before: Report) -> Report:
     return replace(before, rows=rows, settings=fresh.settings, environment=fresh.environment, cut=[], findings=[])
 
 
-def notes(report: Report) -> list[str]:
+def notes(report: Report, subject: Subject) -> list[str]:
     """Return what a reader must know before believing a number."""
     found = []
     if any(d.accuracy is not None for d in report.defenses):
@@ -76,6 +76,12 @@ def notes(report: Report) -> list[str]:
             found.append(
                 f"{defense.name} sends nothing until enough is mixed: {' and '.join(waits)} empty uploads went before "
                 "each attacked one, and their batches are in it."
+            )
+        aged = any(upload.residual_ratio is not None for upload in defense.uploads)
+        if aged and subject.run is not None and defense.name not in subject.residuals:
+            found.append(
+                f"{defense.name} is not what this run was trained under: its client's residual is not the run's, but "
+                f"that of {report.settings['round']} uploads (realistic) or none (diagnostic) of the trained model."
             )
     return found
 

@@ -233,7 +233,7 @@ class Audit:
         ]
         cut = [f"{_name(row)}: {row.note.removeprefix('cut: ')}" for row in rows if row.note.startswith("cut: ")]
         self._update(rows=rows)
-        self._update(cut=cut, notes=draft.notes(self.report), fast=draft.correlated(self.report))
+        self._update(cut=cut, notes=draft.notes(self.report, self.subject), fast=draft.correlated(self.report))
         self._update(findings=self._explain())
         self._say("done")
 

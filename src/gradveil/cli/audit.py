@@ -21,7 +21,7 @@ from . import app, err, out
 from .options import with_options
 
 Repeat = Annotated[list[str] | None, typer.Option(help="May be repeated; name=... gives it a name in the report.")]
-OF_THE_RUN = ("model", "weights", "data", "round")  # settings a checkpoint settles
+OF_THE_RUN = ("model", "weights", "data")  # settings a checkpoint settles
 STYLES = {"leaks": "red", "holds": "green", "incomplete": "yellow"}
 
 
@@ -46,7 +46,7 @@ def audit(
     """
     settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
     if flags["checkpoint"] and settled:
-        raise ConfigError(f"the checkpoint settles the model, the data and the round: leave out {', '.join(settled)}")
+        raise ConfigError(f"the checkpoint settles the model, its weights and the data: leave out {', '.join(settled)}")
     values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
     values |= {"defenses": defense} if defense else {}
     values |= {"attacks": attack} if attack else {}
