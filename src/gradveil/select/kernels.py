@@ -1,227 +1,259 @@
 """The Triton kernels of `gpu`. Importing this file needs Triton.
 
-Every program works on one chunk of one segment (tensor). Addresses are advanced to the chunk once, in 64 bits; inside
-it 32-bit offsets do.
+Programs work on one block of one segment (tensor), on a segment, or on one of its two boundaries (a slot). A row of
+`blocks` holds segment, entries, and the addresses of value, residual, sent and held.
 """
 # mypy: ignore-errors
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _locate(chunks, sizes, pointers, segments, CHUNK: tl.constexpr):
-    """Return (segment, entries of this chunk, addresses of value, residual, sent and held)."""
-    pid = tl.program_id(0)
-    segment = tl.load(chunks + 2 * pid)
-    start = tl.load(chunks + 2 * pid + 1)
-    left = tl.minimum(tl.load(sizes + segment) - start, CHUNK).to(tl.int32)
-    value = tl.load(pointers + segment).to(tl.pointer_type(tl.float32)) + start
-    residual = tl.load(pointers + segments + segment).to(tl.pointer_type(tl.float32)) + start
-    sent = tl.load(pointers + 2 * segments + segment).to(tl.pointer_type(tl.float32)) + start
-    held = tl.load(pointers + 3 * segments + segment).to(tl.pointer_type(tl.float32)) + start
-    return segment.to(tl.int32), left, value, residual, sent, held
+LARGEST = tl.constexpr(0x7FFFFFFF)
+INFINITE = tl.constexpr(0x7F800000)  # magnitude of infinity; those of NaN lie above
+SETTLED = tl.constexpr(0)  # the guess is the boundary
+NARROWED = tl.constexpr(1)  # the boundary is among the candidates
+OPEN = tl.constexpr(2)  # the guess missed, or its candidates do not fit: the whole segment is searched
 
 
 @triton.jit
-def _key(values):
+def _address(table, column):
+    return tl.load(table + column).to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _magnitude(values):
     """Return integers that order as the magnitudes do: the bits of a float without its sign."""
-    return values.to(tl.uint32, bitcast=True) << 1
+    return values.to(tl.int32, bitcast=True) & LARGEST
 
 
 @triton.jit
-def count_exponents(
-    chunks,
+def guess(
     sizes,
     pointers,
     segments,
-    counts,
+    ranks,
+    edges,
     FEEDBACK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    SIGMAS: tl.constexpr,
 ):
-    """Add the residual and count the first digit of every magnitude."""
-    segment, left, value, residual, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
-    found = tl.zeros([BINS], tl.int32)
-    blocks = tl.cdiv(left, BLOCK)
-    for j in range(blocks):
-        i = j * BLOCK + tl.arange(0, BLOCK)
-        inside = i < left
-        v = tl.load(value + i, mask=inside, other=0.0)
-        if FEEDBACK:
-            v += tl.load(residual + i, mask=inside, other=0.0)
-            tl.store(held + i, v, mask=inside)
-        found += tl.histogram((_key(v) >> 24).to(tl.int32), BINS)
-    # What was read past the end counted as zeros; take it off again.
-    bins = tl.arange(0, BINS)
-    found -= tl.where(bins == 0, blocks * BLOCK - left, 0)
-    tl.atomic_add(counts + 2 * segment * BINS + bins, found, mask=found > 0)
+    """Bracket both boundaries of a segment between two entries of a sorted sample; a small segment is its own sample.
+
+    One entry is drawn from each of SAMPLE equal stretches, at a place that looks random: a regular step could fall in
+    with the structure of a layer.
+    """
+    segment = tl.program_id(0)
+    n = tl.load(sizes + segment)
+    i = tl.arange(0, SAMPLE)
+    scattered = ((i * 1103515245 + 12345) >> 8) & 0x7FFFFF
+    drawn = (i.to(tl.int64) * n) // SAMPLE + scattered % tl.maximum(n // SAMPLE, 1)
+    place = tl.where(n > SAMPLE, drawn, i.to(tl.int64))
+    inside = place < n
+    v = tl.load(_address(pointers, segment) + place, mask=inside, other=0.0)
+    if FEEDBACK:
+        v += tl.load(_address(pointers, segments + segment) + place, mask=inside, other=0.0)
+    ordered = tl.sort(tl.where(inside, _magnitude(v), -1), descending=True)
+    for which in tl.static_range(2):
+        slot = 2 * segment + which
+        rank = tl.load(ranks + slot)
+        expected = rank.to(tl.float32) * SAMPLE / n.to(tl.float32)
+        margin = 2.0 + SIGMAS * tl.sqrt(tl.maximum(expected * (1.0 - expected / SAMPLE), 0.0))
+        first = tl.where(n > SAMPLE, tl.floor(expected - margin).to(tl.int32), rank) - 1
+        last = tl.where(n > SAMPLE, tl.ceil(expected + margin).to(tl.int32), rank) - 1
+        high = tl.where(first < 0, LARGEST, tl.sum(tl.where(i == first, ordered, 0), axis=0))
+        low = tl.where(last >= SAMPLE, 0, tl.sum(tl.where(i == last, ordered, 0), axis=0))
+        tl.store(edges + 2 * slot, tl.where(rank == 0, LARGEST, low))
+        tl.store(edges + 2 * slot + 1, high)
+
+
+@triton.jit
+def collect(blocks, edges, regions, candidates, tallies, finite, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the residual; count what lies above each bracket and gather, in any order, what lies inside."""
+    block = blocks + 6 * tl.program_id(0)
+    slot = 2 * tl.load(block).to(tl.int32)
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.load(block + 1)
+    v = tl.load(_address(block, 2) + i, mask=inside, other=0.0)
+    if FEEDBACK:
+        v += tl.load(_address(block, 3) + i, mask=inside, other=0.0)
+        tl.store(_address(block, 5) + i, v, mask=inside)
+    size = tl.where(inside, _magnitude(v), -1)
+    top_low, top_high = tl.load(edges + 2 * slot), tl.load(edges + 2 * slot + 1)
+    end_low, end_high = tl.load(edges + 2 * slot + 2), tl.load(edges + 2 * slot + 3)
+    in_top = (size >= top_low) & (size <= top_high)
+    in_end = (size >= end_low) & (size <= end_high)
+    over_top, over_end = size > top_high, size > end_high
+    # Five counts in one sum and two orders in one scan: what this kernel pays for is sums over the block.
+    packed = in_top.to(tl.int64) + (in_end.to(tl.int64) << 12) + (over_top.to(tl.int64) << 24)
+    packed += (over_end.to(tl.int64) << 36) + ((size >= INFINITE).to(tl.int64) << 48)
+    total = tl.sum(packed, axis=0)
+    order = tl.cumsum(in_top.to(tl.int32) + (in_end.to(tl.int32) << 16), axis=0)
+    if (total >> 48) > 0:
+        tl.store(finite, 0)
+    tl.atomic_add(tallies + 2 * slot, ((total >> 24) & 0xFFF).to(tl.int32))
+    tl.atomic_add(tallies + 2 * slot + 2, ((total >> 36) & 0xFFF).to(tl.int32))
+    top_hits, end_hits = (total & 0xFFF).to(tl.int32), ((total >> 12) & 0xFFF).to(tl.int32)
+    _gather(v, in_top, order & 0xFFFF, top_hits, top_low < top_high, slot, regions, candidates, tallies)
+    _gather(v, in_end, order >> 16, end_hits, end_low < end_high, slot + 1, regions, candidates, tallies)
+
+
+@triton.jit
+def _gather(v, match, order, hits, wide, slot, regions, candidates, tallies):
+    """Append the matching entries to the candidates of a boundary; a bracket of one magnitude only counts them."""
+    if hits > 0:
+        begin = tl.atomic_add(tallies + 2 * slot + 1, hits)
+        if wide & (begin + hits <= tl.load(regions + 2 * slot + 1)):
+            tl.store(candidates + tl.load(regions + 2 * slot) + begin + order - 1, v, mask=match)
+
+
+@triton.jit
+def settle(ranks, edges, regions, tallies, states, widths, keys, wanted, equal):
+    """See what a guess was worth: program (segment, top or end).
+
+    `keys` becomes the smallest magnitude the boundary can have, `widths` the bits of its distance from there.
+    """
+    slot = 2 * tl.program_id(0) + tl.program_id(1)
+    rank = tl.load(ranks + slot)
+    low, high = tl.load(edges + 2 * slot), tl.load(edges + 2 * slot + 1)
+    above, inside = tl.load(tallies + 2 * slot), tl.load(tallies + 2 * slot + 1)
+    caught = (above < rank) & (rank <= above + inside)
+    state = OPEN
+    if (rank == 0) | (caught & (low == high)):
+        state = SETTLED
+    elif caught & (inside <= tl.load(regions + 2 * slot + 1)):
+        state = NARROWED
+    bits = tl.arange(0, 32)
+    width = tl.sum((((high - low) >> bits) > 0).to(tl.int32), axis=0)
+    tl.store(states + slot, state)
+    tl.store(widths + slot, tl.where(state == OPEN, 31, tl.where(state == SETTLED, 0, width)))
+    tl.store(keys + slot, tl.where(state == OPEN, 0, low))
+    tl.store(wanted + slot, tl.where(state == OPEN, rank, tl.maximum(rank - above, 0)))
+    tl.store(equal + slot, tl.where(rank == 0, 0, inside))
 
 
 @triton.jit
 def count_digits(
-    chunks,
-    sizes,
-    pointers,
-    segments,
-    prefixes,
-    counts,
-    SHIFT: tl.constexpr,
-    FEEDBACK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
-):
-    """Count the next digit of the entries that begin like a boundary."""
-    segment, left, value, _, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
-    source = held if FEEDBACK else value
-    slot = 2 * segment
-    bins = tl.arange(0, BINS)
-    top = tl.load(prefixes + slot).to(tl.uint32, bitcast=True)
-    end = tl.load(prefixes + slot + 1).to(tl.uint32, bitcast=True)
-    found_top = tl.zeros([BINS], tl.int32)
-    found_end = tl.zeros([BINS], tl.int32)
-    for j in range(tl.cdiv(left, BLOCK)):
-        i = j * BLOCK + tl.arange(0, BLOCK)
-        inside = i < left
-        digits = _key(tl.load(source + i, mask=inside, other=0.0)) >> SHIFT
-        found_top = _tally(found_top, counts + slot * BINS, digits, inside, top, bins, BLOCK, BINS)
-        found_end = _tally(found_end, counts + (slot + 1) * BINS, digits, inside, end, bins, BLOCK, BINS)
-    tl.atomic_add(counts + slot * BINS + bins, found_top, mask=found_top > 0)
-    tl.atomic_add(counts + (slot + 1) * BINS + bins, found_end, mask=found_end > 0)
-
-
-@triton.jit
-def _tally(found, table, digits, inside, prefix, bins, BLOCK: tl.constexpr, BINS: tl.constexpr):
-    """Count the last digit of the entries that begin with `prefix`: few of them one by one, many by a histogram."""
-    match = inside & (digits // BINS == prefix)
-    hits = tl.sum(match.to(tl.int32))
-    digit = (digits % BINS).to(tl.int32)
-    if hits > BLOCK // 64:
-        found += tl.histogram(tl.where(match, digit, 0), BINS) - tl.where(bins == 0, BLOCK - hits, 0)
-    elif hits > 0:
-        tl.atomic_add(table + digit, match.to(tl.int32), mask=match)
-    return found
-
-
-@triton.jit
-def pick(counts, ranks, prefixes, wanted, equal, finite, FIRST: tl.constexpr, BINS: tl.constexpr):
-    """Find the digit in which one boundary of one segment lies: program (segment, top or end)."""
-    segment = tl.program_id(0)
-    which = tl.program_id(1)
-    slot = 2 * segment + which
-    bins = tl.arange(0, BINS)
-    if FIRST:
-        # In the first pass both boundaries share one table.
-        count = tl.load(counts + 2 * segment * BINS + bins)
-        rank = tl.load(ranks + slot)
-        if tl.sum(tl.where(bins == BINS - 1, count, 0)) > 0:  # the exponent of infinity and NaN
-            tl.store(finite, 0)
-        prefix = 0
-    else:
-        count = tl.load(counts + slot * BINS + bins)
-        rank = tl.load(wanted + slot)
-        prefix = tl.load(prefixes + slot)
-    from_here_up = tl.cumsum(count, axis=0, reverse=True)
-    found = tl.sum((from_here_up >= rank).to(tl.int32)) - 1
-    here = bins == found
-    tl.store(prefixes + slot, prefix * BINS + found)
-    tl.store(wanted + slot, rank - tl.sum(tl.where(here, from_here_up - count, 0)))
-    tl.store(equal + slot, tl.sum(tl.where(here, count, 0)))
-
-
-@triton.jit
-def count_ties(
-    chunks,
-    sizes,
-    pointers,
-    segments,
+    blocks,
+    first_block,
+    regions,
+    candidates,
+    tallies,
+    states,
+    widths,
     keys,
-    wanted,
-    equal,
-    ties,
+    counts,
+    DONE: tl.constexpr,
+    DIGIT: tl.constexpr,
     FEEDBACK: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count, in each program, the entries equal to a boundary that is cut in two."""
-    segment, left, value, _, _, held = _locate(chunks, sizes, pointers, segments, CHUNK)
-    source = held if FEEDBACK else value
+    """Count the next digit of the entries that agree with a boundary in the DONE bits found so far."""
+    block = blocks + 6 * tl.program_id(0)
+    segment = tl.load(block).to(tl.int32)
+    begin = (tl.program_id(0) - tl.load(first_block + segment)) * BLOCK
     for which in tl.static_range(2):
         slot = 2 * segment + which
-        need = tl.load(wanted + slot)
-        if (need > 0) & (need < tl.load(equal + slot)):
-            boundary = tl.load(keys + slot).to(tl.uint32, bitcast=True)
-            total = 0
-            for j in range(tl.cdiv(left, BLOCK)):
-                i = j * BLOCK + tl.arange(0, BLOCK)
-                inside = i < left
-                key = _key(tl.load(source + i, mask=inside, other=0.0))
-                total += tl.sum((inside & (key == boundary)).to(tl.int32))
+        state = tl.load(states + slot)
+        width = tl.load(widths + slot)
+        found = tl.load(tallies + 2 * slot + 1) - begin
+        if (width > DONE) & ((state == OPEN) | ((state == NARROWED) & (found > 0))):
+            here, entries = _address(block, 5 if FEEDBACK else 2), tl.load(block + 1)
+            if state == NARROWED:
+                here = candidates + tl.load(regions + 2 * slot) + begin
+                entries = found
+            i = tl.arange(0, BLOCK)
+            inside = i < entries
+            distance = _magnitude(tl.load(here + i, mask=inside, other=0.0)) - tl.load(keys + slot)
+            match = inside & (distance >= 0) & ((distance >> (width - DONE)) == 0)
+            shift = tl.maximum(width - DONE - DIGIT, 0)
+            digit = tl.where(match, distance >> shift, 0)
+            table = counts + (slot << DIGIT)
+            hits = tl.sum(match.to(tl.int32), axis=0)
+            # Candidates are spread over the digits and counted one by one. Those of a whole segment are not: they are
+            # counted here first, and what does not match, counted as zero, is taken off again.
+            if (state == OPEN) & (hits > BLOCK // 64):
+                bins = tl.arange(0, 1 << DIGIT)
+                sums = tl.histogram(digit, 1 << DIGIT) - tl.where(bins == 0, BLOCK - hits, 0)
+                tl.atomic_add(table + bins, sums, mask=sums > 0)
+            elif hits > 0:
+                tl.atomic_add(table + digit, match.to(tl.int32), mask=match)
+
+
+@triton.jit
+def pick(counts, widths, keys, wanted, equal, DONE: tl.constexpr, DIGIT: tl.constexpr):
+    """Find the digit in which one boundary of one segment lies: program (segment, top or end)."""
+    slot = 2 * tl.program_id(0) + tl.program_id(1)
+    width = tl.load(widths + slot)
+    if width > DONE:
+        bins = tl.arange(0, 1 << DIGIT)
+        count = tl.load(counts + (slot << DIGIT) + bins)
+        rank = tl.load(wanted + slot)
+        from_here_up = tl.cumsum(count, axis=0, reverse=True)
+        found = tl.sum((from_here_up >= rank).to(tl.int32), axis=0) - 1
+        here = bins == found
+        tl.store(keys + slot, tl.load(keys + slot) + (found << tl.maximum(width - DONE - DIGIT, 0)))
+        tl.store(wanted + slot, rank - tl.sum(tl.where(here, from_here_up - count, 0), axis=0))
+        tl.store(equal + slot, tl.sum(tl.where(here, count, 0), axis=0))
+
+
+@triton.jit
+def write(blocks, keys, wanted, equal, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the band to `sent` and the rest to `held`; of a tie that is cut in two all entries are sent for now."""
+    block = blocks + 6 * tl.program_id(0)
+    slot = 2 * tl.load(block)
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.load(block + 1)
+    v = tl.load(_address(block, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
+    top, end = tl.load(keys + slot), tl.load(keys + slot + 1)
+    removed = tl.load(wanted + slot) >= tl.load(equal + slot)  # all entries as large as the top boundary are
+    size = _magnitude(v)
+    keep = (size >= end) & ((size < top) | ((size == top) & (removed == 0)))
+    tl.store(_address(block, 4) + i, tl.where(keep, v, 0.0), mask=inside)
+    if FEEDBACK:
+        tl.store(_address(block, 5) + i, tl.where(keep, 0.0, v), mask=inside)
+
+
+@triton.jit
+def _is_cut(slot, keys, wanted, equal):
+    """Say whether only some of the entries equal to a boundary rank above it; for zeros it makes no difference."""
+    need = tl.load(wanted + slot)
+    return (need > 0) & (need < tl.load(equal + slot)) & (tl.load(keys + slot) > 0)
+
+
+@triton.jit
+def count_ties(blocks, keys, wanted, equal, ties, BLOCK: tl.constexpr):
+    """Count, in each program, the entries equal to a boundary that is cut in two."""
+    block = blocks + 6 * tl.program_id(0)
+    segment = tl.load(block)
+    for which in tl.static_range(2):
+        slot = 2 * segment + which
+        if _is_cut(slot, keys, wanted, equal):
+            i = tl.arange(0, BLOCK)
+            sent = tl.load(_address(block, 4) + i, mask=i < tl.load(block + 1), other=0.0)
+            total = tl.sum((_magnitude(sent) == tl.load(keys + slot)).to(tl.int32), axis=0)
             tl.store(ties + 2 * tl.program_id(0) + which, total)
 
 
 @triton.jit
-def _ties_before(ties, first, which, BLOCK: tl.constexpr):
-    total = 0
-    for p in range(first, tl.program_id(0), BLOCK):
-        i = p + tl.arange(0, BLOCK)
-        total += tl.sum(tl.load(ties + 2 * i + which, mask=i < tl.program_id(0), other=0))
-    return total
-
-
-@triton.jit
-def _above(key, boundary, need, cut, seen):
-    """Say which entries rank above a boundary; only a boundary cut in two asks how many equal ones came before."""
-    equal = key == boundary
-    above = (key > boundary) | (equal & (need > 0))
-    if cut:
-        order = seen + tl.cumsum(equal.to(tl.int32), axis=0) - 1
-        above = (key > boundary) | (equal & (order < need))
-        seen += tl.sum(equal.to(tl.int32))
-    return above, seen
-
-
-@triton.jit
-def write(
-    chunks,
-    sizes,
-    pointers,
-    segments,
-    keys,
-    wanted,
-    equal,
-    ties,
-    first_chunk,
-    FEEDBACK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write the band to `sent` and the rest to `held`."""
-    segment, left, value, _, sent, held = _locate(chunks, sizes, pointers, segments, CHUNK)
-    source = held if FEEDBACK else value
-    slot = 2 * segment
-    top_key = tl.load(keys + slot).to(tl.uint32, bitcast=True)
-    end_key = tl.load(keys + slot + 1).to(tl.uint32, bitcast=True)
-    top_need, end_need = tl.load(wanted + slot), tl.load(wanted + slot + 1)
-    top_cut = (top_need > 0) & (top_need < tl.load(equal + slot))
-    end_cut = (end_need > 0) & (end_need < tl.load(equal + slot + 1))
-    first = tl.load(first_chunk + segment)
-    top_seen = 0
-    end_seen = 0
-    if top_cut:
-        top_seen = _ties_before(ties, first, 0, BLOCK)
-    if end_cut:
-        end_seen = _ties_before(ties, first, 1, BLOCK)
-    for j in range(tl.cdiv(left, BLOCK)):
-        i = j * BLOCK + tl.arange(0, BLOCK)
-        inside = i < left
-        v = tl.load(source + i, mask=inside, other=0.0)
-        key = _key(v)
-        over_top, top_seen = _above(key, top_key, top_need, top_cut, top_seen)
-        over_end, end_seen = _above(key, end_key, end_need, end_cut, end_seen)
-        keep = over_end & (over_top == 0)
-        tl.store(sent + i, tl.where(keep, v, 0.0), mask=inside)
+def cut(blocks, first_block, keys, wanted, equal, ties, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Take back what does not belong to the band of a tie that is cut in two: equal entries rank by their index."""
+    block = blocks + 6 * tl.program_id(0)
+    segment = tl.load(block)
+    if _is_cut(2 * segment, keys, wanted, equal) | _is_cut(2 * segment + 1, keys, wanted, equal):
+        i = tl.arange(0, BLOCK)
+        sent = _address(block, 4) + i
+        v = tl.load(sent, mask=i < tl.load(block + 1), other=0.0)
+        back = tl.zeros([BLOCK], tl.int1)
+        for which in tl.static_range(2):
+            slot = 2 * segment + which
+            if _is_cut(slot, keys, wanted, equal):
+                before = 0
+                for p in range(tl.load(first_block + segment), tl.program_id(0), BLOCK):
+                    inside = p + i < tl.program_id(0)
+                    before += tl.sum(tl.load(ties + 2 * (p + i) + which, mask=inside, other=0), axis=0)
+                same = _magnitude(v) == tl.load(keys + slot)
+                above = before + tl.cumsum(same.to(tl.int32), axis=0) <= tl.load(wanted + slot)
+                back |= same & (above if which == 0 else above == 0)
+        tl.store(sent, tl.zeros_like(v), mask=back)
         if FEEDBACK:
-            tl.store(held + i, tl.where(keep, 0.0, v), mask=inside)
+            tl.store(_address(block, 5) + i, v, mask=back)

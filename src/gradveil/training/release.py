@@ -9,36 +9,31 @@ import triton.language as tl
 from torch import Tensor
 
 from ..defenses import Hardened
-from ..select.gpu import CHUNK, plan_for
-
-BLOCK = 1024
+from ..select.gpu import BLOCK, WARPS, plan_for
 
 
 @triton.jit
-def _locate(chunks, sizes, pointers, segments, CHUNK: tl.constexpr):
+def _locate(blocks, pointers, segments):
     pid = tl.program_id(0)
-    segment = tl.load(chunks + 2 * pid)
-    start = tl.load(chunks + 2 * pid + 1)
-    left = tl.minimum(tl.load(sizes + segment) - start, CHUNK).to(tl.int32)
-    grads = tl.load(pointers + segment).to(tl.pointer_type(tl.float32)) + start
-    held = tl.load(pointers + segments + segment).to(tl.pointer_type(tl.float32)) + start
+    segment = tl.load(blocks + 6 * pid)
+    left = tl.load(blocks + 6 * pid + 1).to(tl.int32)
+    start = tl.load(blocks + 6 * pid + 2)  # in bytes
+    grads = (tl.load(pointers + segment) + start).to(tl.pointer_type(tl.float32))
+    held = (tl.load(pointers + segments + segment) + start).to(tl.pointer_type(tl.float32))
     return segment, left, grads, held
 
 
 @triton.jit
-def _squares(chunks, sizes, pointers, segments, sums, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    segment, left, grads, _ = _locate(chunks, sizes, pointers, segments, CHUNK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in range(tl.cdiv(left, BLOCK)):
-        i = j * BLOCK + tl.arange(0, BLOCK)
-        v = tl.load(grads + i, mask=i < left, other=0.0)
-        total += v * v
-    tl.atomic_add(sums + segment, tl.sum(total))
+def _squares(blocks, sizes, pointers, segments, sums, BLOCK: tl.constexpr):
+    segment, left, grads, _ = _locate(blocks, pointers, segments)
+    i = tl.arange(0, BLOCK)
+    v = tl.load(grads + i, mask=i < left, other=0.0)
+    tl.atomic_add(sums + segment, tl.sum(v * v))
 
 
 @triton.jit
 def _release(
-    chunks,
+    blocks,
     sizes,
     pointers,
     segments,
@@ -48,25 +43,23 @@ def _release(
     levels,
     forget,
     LEVELS: tl.constexpr,
-    CHUNK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    segment, left, grads, held = _locate(chunks, sizes, pointers, segments, CHUNK)
+    segment, left, grads, held = _locate(blocks, pointers, segments)
     scale = noise * tl.sqrt(tl.load(sums + segment) / tl.load(sizes + segment).to(tl.float32))
-    for j in range(tl.cdiv(left, BLOCK)):
-        i = j * BLOCK + tl.arange(0, BLOCK)
-        inside = i < left
-        total = tl.load(grads + i, mask=inside, other=0.0) + tl.load(held + i, mask=inside, other=0.0)
-        drawn = tl.randn(seed, tl.program_id(0) * CHUNK + i) * scale
-        sent = total + drawn
-        if LEVELS > 0:
-            size = tl.full([BLOCK], 0.0, tl.float32) + tl.load(levels) * scale
-            for k in tl.static_range(1, LEVELS):
-                low, high = tl.load(levels + k - 1) * scale, tl.load(levels + k) * scale
-                size = tl.where(tl.abs(sent) > (low + high) / 2, high, size)
-            sent = tl.where(sent < 0, -size, size)
-        tl.store(grads + i, sent, mask=inside)
-        tl.store(held + i, total - sent + drawn * forget, mask=inside)
+    i = tl.arange(0, BLOCK)
+    inside = i < left
+    total = tl.load(grads + i, mask=inside, other=0.0) + tl.load(held + i, mask=inside, other=0.0)
+    drawn = tl.randn(seed, tl.program_id(0) * BLOCK + i) * scale
+    sent = total + drawn
+    if LEVELS > 0:
+        size = tl.full([BLOCK], 0.0, tl.float32) + tl.load(levels) * scale
+        for k in tl.static_range(1, LEVELS):
+            low, high = tl.load(levels + k - 1) * scale, tl.load(levels + k) * scale
+            size = tl.where(tl.abs(sent) > (low + high) / 2, high, size)
+        sent = tl.where(sent < 0, -size, size)
+    tl.store(grads + i, sent, mask=inside)
+    tl.store(held + i, total - sent + drawn * forget, mask=inside)
 
 
 class Release:
@@ -83,11 +76,10 @@ class Release:
 
     def run(self, seed: int) -> None:
         """Launch both kernels; `seed` settles the noise."""
-        where = (self._plan.chunks, self._plan.sizes, self._pointers, len(self._sums), self._sums)
-        programs = (len(self._plan.chunks),)
+        where = (self._plan.blocks, self._plan.sizes, self._pointers, len(self._sums), self._sums)
+        programs = (len(self._plan.blocks),)
         self._sums.zero_()
-        _squares[programs](*where, CHUNK=CHUNK, BLOCK=BLOCK)
+        _squares[programs](*where, BLOCK=BLOCK, num_warps=WARPS)
         levels, defense = self._levels, self._defense
-        count = len(defense.levels())
-        forget = 1 - defense.memory
-        _release[programs](*where, seed % 2**31, defense.noise, levels, forget, LEVELS=count, CHUNK=CHUNK, BLOCK=BLOCK)
+        chosen = (seed % 2**31, defense.noise, levels, 1 - defense.memory)
+        _release[programs](*where, *chosen, LEVELS=len(defense.levels()), BLOCK=BLOCK, num_warps=WARPS)
