@@ -31,7 +31,7 @@ from gradveil import (
 )
 from gradveil.core import Defense, Grads, Masks, Step
 from gradveil.defenses import ATS, PRECODE, Hardened
-from gradveil.engines.ddp import Guard, attach
+from gradveil.engines.ddp import RankVeil, attach
 from gradveil.engines.packing import pack_bits, pack_sparse, unpack_bits, unpack_sparse
 from gradveil.errors import EngineError, NeedError, StateError
 from gradveil.veil import derive_rng
@@ -76,13 +76,13 @@ def wrap(**options: object) -> DistributedDataParallel:
     return DistributedDataParallel(build_model(), bucket_cap_mb=0.008, **options)  # type: ignore[arg-type]
 
 
-def outcome(model: nn.Module, guard: Guard) -> dict[str, Tensor]:
+def outcome(model: nn.Module, veil: RankVeil) -> dict[str, Tensor]:
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     return {
         **tree.under("param", {n: p.detach().clone() for n, p in inner.named_parameters()}),
-        **tree.under("residual", guard.residual or {}),
-        "bytes": torch.tensor(guard.bytes_sent),
-        "skipped": torch.tensor(guard.skipped),
+        **tree.under("residual", veil.residual or {}),
+        "bytes": torch.tensor(veil.bytes_sent),
+        "skipped": torch.tensor(veil.skipped),
     }
 
 
@@ -95,16 +95,16 @@ def train_with(
 ) -> Callable[[int], dict[str, Tensor]]:
     def scenario(rank: int) -> dict[str, Tensor]:
         model = wrap(**options)
-        guard = attach(model, defense, seed=SEED, num_examples=num_examples)
+        veil = attach(model, defense, seed=SEED, num_examples=num_examples)
         run_steps(model, rank)
-        return outcome(model, guard)
+        return outcome(model, veil)
 
     return scenario
 
 
 def accumulate(rank: int) -> dict[str, Tensor]:
     model = wrap()
-    guard = attach(model, dgp())
+    veil = attach(model, dgp())
     for step in range(2):
         model.zero_grad()
         first, second = batch_of(rank, 2 * step), batch_of(rank, 2 * step + 1)
@@ -112,7 +112,7 @@ def accumulate(rank: int) -> dict[str, Tensor]:
             loss_fn(model(first.inputs), first.labels).backward()
         loss_fn(model(second.inputs), second.labels).backward()
         descend(model)
-    return outcome(model, guard)
+    return outcome(model, veil)
 
 
 class Forked(nn.Module):
@@ -130,20 +130,20 @@ class Forked(nn.Module):
 
 def unused(rank: int, defense: Defense | None = None) -> dict[str, Tensor]:
     model = DistributedDataParallel(Forked(), find_unused_parameters=True)
-    guard = attach(model, defense or dgp())
+    veil = attach(model, defense or dgp())
     for step in range(3):
         model.zero_grad(set_to_none=True)
         batch = batch_of(rank, step)
         loss_fn(model(batch.inputs, rank == 0 and step == 0), batch.labels).backward()
         if step == 0:
-            held = {n: r.clone() for n, r in (guard.residual or {}).items()}
+            held = {n: r.clone() for n, r in (veil.residual or {}).items()}
         descend(model)
-    return {**outcome(model, guard), **tree.under("held", held)}
+    return {**outcome(model, veil), **tree.under("held", held)}
 
 
 def autocast(rank: int) -> dict[str, Tensor]:
     model = wrap()
-    guard = attach(model, dgp())
+    veil = attach(model, dgp())
     for step in range(2):
         model.zero_grad()
         batch = batch_of(rank, step)
@@ -151,15 +151,15 @@ def autocast(rank: int) -> dict[str, Tensor]:
             loss = loss_fn(model(batch.inputs), batch.labels)
         loss.backward()
         descend(model)
-    return outcome(model, guard)
+    return outcome(model, veil)
 
 
 def half(rank: int) -> dict[str, Tensor]:
     model = DistributedDataParallel(build_model().to(torch.bfloat16))
-    guard = attach(model, dgp())
+    veil = attach(model, dgp())
     batch = batch_of(rank, 0)
     loss_fn(model(batch.inputs.bfloat16()), batch.labels).backward()
-    return {"residual": (guard.residual or {})["0.weight"], **grads_of(model)}
+    return {"residual": (veil.residual or {})["0.weight"], **grads_of(model)}
 
 
 def grads_of(model: DistributedDataParallel) -> dict[str, Tensor]:
@@ -177,26 +177,26 @@ class FakeScaler:
 def poisoned(rank: int) -> dict[str, Tensor]:
     """One rank meets NaN in step 1: nobody moves, nobody's residual changes."""
     model, scaler = wrap(), FakeScaler(4.0)
-    guard, scaled = attach(model, dgp()), wrap()
+    veil, scaled = attach(model, dgp()), wrap()
     attach(scaled, dgp(), scaler=scaler)
     run_steps(model, rank, 0, 1)
-    before = outcome(model, guard)
+    before = outcome(model, veil)
     batch = batch_of(rank, 1)
     inputs = batch.inputs * (float("nan") if rank == 1 else 1.0)
     model.zero_grad()
     loss_fn(model(inputs), batch.labels).backward()
     silent = all(not p.grad.any() for p in model.parameters() if p.grad is not None)
-    same = all(torch.equal(before[f"residual.{n}"], r) for n, r in (guard.residual or {}).items())
+    same = all(torch.equal(before[f"residual.{n}"], r) for n, r in (veil.residual or {}).items())
     loss_fn(scaled(inputs), batch.labels).backward()
     loud = all(bool(torch.isinf(p.grad).all()) for p in scaled.parameters() if p.grad is not None)
     run_steps(model, rank, 1, 2)
-    return {**outcome(model, guard), "checks": torch.tensor([silent, same, loud])}
+    return {**outcome(model, veil), "checks": torch.tensor([silent, same, loud])}
 
 
 def rescaled(rank: int) -> dict[str, Tensor]:
     """The loss scale changes between steps; residuals must not care."""
     model, scaler = wrap(), FakeScaler(4.0)
-    guard = attach(model, dgp(), scaler=scaler)
+    veil = attach(model, dgp(), scaler=scaler)
     for step, scale in enumerate((4.0, 1024.0, 2.0, 8.0)):
         scaler.scale = scale
         model.zero_grad()
@@ -205,14 +205,14 @@ def rescaled(rank: int) -> dict[str, Tensor]:
         for p in model.parameters():
             p.grad = None if p.grad is None else p.grad / scale
         descend(model)
-    return outcome(model, guard)
+    return outcome(model, veil)
 
 
 def resume(rank: int) -> dict[str, Tensor]:
     model = wrap()
-    guard = attach(model, dgp(), seed=SEED)
+    veil = attach(model, dgp(), seed=SEED)
     run_steps(model, rank, 0, 2)
-    saved = {name: t.clone() for name, t in guard.state_dict().items()}
+    saved = {name: t.clone() for name, t in veil.state_dict().items()}
     again = DistributedDataParallel(copy.deepcopy(model.module))
     fresh = attach(again, dgp())
     fresh.load_state_dict(saved)
@@ -229,10 +229,10 @@ def resume(rank: int) -> dict[str, Tensor]:
 def join_uneven(rank: int) -> dict[str, Tensor]:
     """Rank 1 has one batch less; `join` lets rank 0 finish."""
     model = wrap()
-    guard = attach(model, dgp())
+    veil = attach(model, dgp())
     with model.join():
         run_steps(model, rank, 0, STEPS - rank)
-    return outcome(model, guard)
+    return outcome(model, veil)
 
 
 SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {

@@ -25,6 +25,7 @@ from gradveil import (
     Chain,
     Defense,
     ErrorFeedback,
+    Guard,
     Identity,
     Step,
     ThreatModel,
@@ -32,12 +33,15 @@ from gradveil import (
     adgp,
     dgp,
     local_update,
+    models,
     observe,
     tree,
     wire,
 )
+from gradveil.attacks.imprint import Imprint
+from gradveil.attacks.traps import TrapWeights
 from gradveil.defenses import DPNoise
-from gradveil.engines import flower_local
+from gradveil.engines import flower_download, flower_local
 from gradveil.engines import flower_records as records
 from gradveil.engines.flower import VeilMod
 from gradveil.engines.flower_local import node_id as node
@@ -350,6 +354,91 @@ def test_a_lost_residual_stops_the_upload() -> None:
     grid.app = make_app(VeilMod(dgp(), restart_lost=True))
     strategy.start(grid, arrays, num_rounds=1)
     assert not strategy.rejected
+
+
+# ------------------------------------------------------------------------------------- a hostile server
+
+SHAPE = (1, 8, 8)
+
+
+def picture_app(calls: list[int], **more: Any) -> ClientApp:
+    """A client that notes in `calls` whenever it is made to train; any model will do."""
+    app = ClientApp(mods=[VeilMod(dgp(), **more)])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        calls.append(context.node_config["partition-id"])
+        rng = torch.Generator().manual_seed(len(calls))
+        state = message.content["arrays"].to_torch_state_dict()
+        new = ArrayRecord({n: t - 0.01 * torch.randn(t.shape, generator=rng) for n, t in state.items()})
+        return Message(RecordDict({"arrays": new, "metrics": MetricRecord({"num-examples": 1})}), reply_to=message)
+
+    return app
+
+
+def picture_model() -> nn.Module:
+    return models.build("mlp(hidden=64)", num_classes=10, input_shape=SHAPE)
+
+
+def planted(kind: str) -> nn.Module:
+    rng = torch.Generator().manual_seed(0)
+    if kind == "traps":
+        return TrapWeights(share=0.05).plant(picture_model(), SHAPE, rng)
+    attack = Imprint(bins=40).fitted(dgp() if kind == "decoys" else None, (0.5,), (0.25,))
+    return attack.plant(picture_model(), SHAPE, rng)
+
+
+@pytest.mark.parametrize("kind", ["imprint", "decoys", "traps"])
+def test_a_manipulated_model_is_refused_before_any_training(kind: str) -> None:
+    calls: list[int] = []
+    left: list[Message] = []
+    grid = LocalGrid(picture_app(calls), lambda replies: left.extend(replies) or replies)  # type: ignore[func-returns-value]
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    start = ArrayRecord(planted(kind).state_dict())
+    strategy.start(grid, start, num_rounds=1)
+    assert len(left) == CLIENTS
+    assert all(r.has_error() and not r.has_content() and "looks manipulated" in r.error.reason for r in left)
+    assert not calls
+    assert not any(context.state for context in grid.contexts.values())
+    grid.app = picture_app(calls, guard=None)  # switched off by name only, and then the attack goes through
+    strategy.start(grid, start, num_rounds=1)
+    assert len(calls) == CLIENTS == len(strategy.used)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_model_swapped_between_honest_rounds_is_refused(sparse: bool, tmp_path: Path) -> None:
+    """The memory of the guard lives with the residual, in a file, and honest rounds go on before and after."""
+    calls: list[int] = []
+    grid = LocalGrid(picture_app(calls, folder=tmp_path))
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0, sparse_download=sparse)
+    honest = ArrayRecord(picture_model().state_dict())
+    larger = ArrayRecord(models.build("mlp(hidden=65)", num_classes=10, input_shape=SHAPE).state_dict())
+
+    def one_round(number: int, arrays: ArrayRecord) -> ArrayRecord | None:
+        replies = grid.send_and_receive(strategy.configure_train(number, arrays, ConfigRecord(), grid))
+        return strategy.aggregate_train(number, replies)[0]
+
+    for number in (1, 2, 3):
+        honest = one_round(number, honest)
+    assert len(calls) == 3 * CLIENTS
+    strategy._download = flower_download.Sender()  # what it sends next is another model
+    assert one_round(4, larger) is None
+    assert ["it adds" in one.reason for one in strategy.rejected] == [True] * CLIENTS
+    assert one_round(5, honest) is not None
+    assert len(calls) == 4 * CLIENTS
+
+
+def test_a_pinned_guard_knows_the_model_before_it_arrives() -> None:
+    calls: list[int] = []
+    guard = Guard.pin(picture_model().state_dict(), jump=None)
+    grid = LocalGrid(picture_app(calls, guard=guard))
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    other = models.build("mlp(hidden=63)", num_classes=10, input_shape=SHAPE)
+    assert not strategy.start(grid, ArrayRecord(other.state_dict()), num_rounds=1).arrays
+    assert not calls
+    assert strategy.start(grid, ArrayRecord(picture_model().state_dict()), num_rounds=2).arrays
+    with pytest.raises(NeedError, match="state_dict"):
+        VeilMod(dgp(), guard=Guard.pin(picture_model()))
 
 
 # ------------------------------------------------------------------------------------- hostile or broken clients

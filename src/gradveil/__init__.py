@@ -22,6 +22,7 @@ from .defenses import (
     GaussianNoise,
     Hardened,
     Identity,
+    Quantize,
     RandomK,
     TopK,
     adgp,
@@ -30,6 +31,7 @@ from .defenses import (
 )
 from .gate import observe
 from .gradients import gradient, local_update, per_example_gradient
+from .guard import Guard
 from .veil import Veil, unseal
 
 __version__ = "0.1.0"
@@ -55,11 +57,13 @@ __all__ = [
     "DualPrune",
     "ErrorFeedback",
     "GaussianNoise",
+    "Guard",
     "Hardened",
     "Health",
     "Identity",
     "Observation",
     "Payload",
+    "Quantize",
     "RandomK",
     "Reconstruction",
     "Report",

@@ -30,7 +30,9 @@ METHODS: dict[str, Callable[[], Defense] | None] = {
     "topk": defenses.top_k,
     "dgp": defenses.dgp,
     "adgp": defenses.adgp,
+    "hardened": defenses.Hardened,
 }
+EXAMPLES = 32  # a client claims so many: a hardened one uploads nothing before it has mixed them
 
 
 @dataclass
@@ -81,7 +83,7 @@ def wire(
     rate: Annotated[list[float] | None, typer.Option(help="Link speeds in Mbit/s (default 10, 100, 1000).")] = None,
     file: Annotated[Path | None, typer.Option("--out", "-o", help="Write the measurements as JSON.")] = None,
 ) -> None:
-    """Measure upload, download and round time of dense FedAvg, Top-k, DGP and ADGP in Flower.
+    """Measure upload, download and round time of dense FedAvg, Top-k, DGP, ADGP and the hardened form in Flower.
 
     Real Flower messages, built by the real strategy, app and mod, and moved byte by byte through a rate-limited TCP
     relay. Each client has a link of its own; the server's is not limited; training time is left out.
@@ -195,7 +197,7 @@ def _app(mods: list[Any], updates: list[list[Tensors]]) -> Any:
         update = updates[message.content["config"]["server-round"] - 1][context.node_config["partition-id"]]
         state = message.content["arrays"].to_torch_state_dict()
         new = ArrayRecord({name: t - update[name] if name in update else t for name, t in state.items()})
-        content = RecordDict({"arrays": new, "metrics": MetricRecord({"num-examples": 4})})
+        content = RecordDict({"arrays": new, "metrics": MetricRecord({"num-examples": EXAMPLES})})
         return Message(content, reply_to=message)
 
     return app

@@ -1,7 +1,7 @@
 """PyTorch DDP: every rank protects its own gradient before anything is exchanged.
 
     model = DistributedDataParallel(model)
-    guard = attach(model, dgp())
+    veil = attach(model, dgp())
 
 `backward()` then runs the defense on this rank's gradient and leaves the mean of what all ranks sent in `.grad`.
 Nothing else of the training loop changes.
@@ -49,7 +49,7 @@ class _Flight:
     transit: Transit | None = None
 
 
-class Guard:
+class RankVeil:
     """A defense at work inside a DDP model; made by `attach`.
 
     Guarantees: what a rank hands to a collective is the output of `defense.apply`, in aligned rounds also a mask, and
@@ -225,8 +225,8 @@ def attach(
     seed: int | None = None,
     scaler: Any = None,
     prepared: bool = False,
-) -> Guard:
-    """Make `model` exchange protected gradients only, and return the guard that holds this rank's state.
+) -> RankVeil:
+    """Make `model` exchange protected gradients only, and return what holds this rank's state.
 
     All ranks call this together, before the first backward, with the same defense.
 
@@ -246,10 +246,10 @@ def attach(
     if not isinstance(model, DistributedDataParallel):
         raise EngineError(_not_ddp(model))
     refuse_unfit(defense, "a DDP hook", prepared)
-    guard = Guard(model, defense, num_examples=num_examples, seed=seed, scaler=scaler)
-    guard.rehearse()
-    model.register_comm_hook(None, guard.hook)
-    return guard
+    veil = RankVeil(model, defense, num_examples=num_examples, seed=seed, scaler=scaler)
+    veil.rehearse()
+    model.register_comm_hook(None, veil.hook)
+    return veil
 
 
 def _not_ddp(model: nn.Module) -> str:

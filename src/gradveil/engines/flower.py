@@ -8,17 +8,20 @@ server runs `VeiledFedAvg` with the same defense.
 
 import contextlib
 import logging
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 
 from .. import check, tree, wire
 from ..core import Defense, Grads, Masks, Tensors
 from ..defenses import AlignedDualPrune
 from ..errors import GradveilError, NeedError, StateError
+from ..guard import Guard, Seen
 from ..veil import Veil
 from . import flower_records as records
 from .fit import find, refuse_unfit
@@ -29,6 +32,7 @@ Handler = Callable[[Message, Context], Message]
 
 CONTEXT_BYTES = 25_000_000  # Flower loses larger node states without an error
 REFUSED = 6  # Flower's code for a mod whose conditions are not met
+DEFAULT_GUARD = Guard(jump=None)  # a client may be asked rarely, and much can change between two requests
 log = logging.getLogger("flwr.gradveil")
 
 
@@ -65,9 +69,10 @@ class VeilMod:
 
     Guarantees: an answer holds the sealed update, single numbers from the app's metrics, and nothing else; where that
     cannot be built (an unknown record, a type no defense handles, a missing or stale residual, a server without
-    gradveil) an error goes out instead. Answers to evaluate and query messages may hold metrics only. The residual is
-    written before the answer leaves; an upload the server did not use goes back into it. Does not guarantee anything
-    about what metrics reveal, nor about a server that lies about which uploads it used.
+    gradveil) an error goes out instead. So it does for a model that looks manipulated: the guard looks before the app
+    is called. Answers to evaluate and query messages may hold metrics only. The residual is written before the answer
+    leaves; an upload the server did not use goes back into it. Does not guarantee anything about what metrics reveal,
+    nor about a server that lies about which uploads it used.
 
     Args:
         defense: what protects the update; one that needs the batch or the model cannot work here.
@@ -80,6 +85,9 @@ class VeilMod:
             that has no residual to hide in.
         weight_key: the metric that holds the number of examples.
         prepared: the client applies the defense's `prepare_model` and `prepare_batch` itself.
+        guard: looks at every model to be trained. The default pins the names and shapes that arrive first;
+            `Guard.pin(model.state_dict(), jump=None)` pins your own. None is for the study of attacks.
+        input_shape: of one example, for the guard; it finds out by itself if pictures are square.
         seed: fixes the defense's random numbers; for experiments only.
     """
 
@@ -90,11 +98,15 @@ class VeilMod:
     restart_lost: bool = False
     weight_key: str = "num-examples"
     prepared: bool = False
+    guard: Guard | None = DEFAULT_GUARD
+    input_shape: tuple[int, ...] | None = None
     seed: int | None = None
 
     def __post_init__(self) -> None:
         check.one_of(("local", "send"), buffers=self.buffers)
         refuse_unfit(self.defense, "a Flower mod", self.prepared)
+        if self.guard is not None and any(": " in line for line in self.guard.pinned or ()):
+            raise NeedError("Flower sends tensors, not modules: pin them with Guard.pin(model.state_dict(), jump=None)")
 
     def __call__(self, message: Message, context: Context, call_next: Handler) -> Message:
         """Handle one message; called by Flower."""
@@ -114,6 +126,7 @@ class VeilMod:
             if request.ask == "key":
                 return self._offer_key(message, store, memory)
             arrived, before = self._open_model(message, request, memory)
+            kept = {**held(request, arrived), **self._look_at(before, memory)}
             like = records.parameters_of(before, self.local)
             mask = self._open_mask(message, like)
             courier = self._courier(like, memory, request, context)  # refuses a lost residual before any work is done
@@ -125,7 +138,7 @@ class VeilMod:
             grads = tree.sub(like, records.parameters_of(after, self.local))
             if request.ask == "mask":
                 proposal = {**records.mask_content(courier.veil.propose(grads)), **_held_record(request)}
-                store.save({**memory, **held(request, arrived)})
+                store.save({**memory, **kept})
                 return Message(RecordDict(proposal), reply_to=message)
             upload = courier.send(grads, examples, mask)
             content = RecordDict({
@@ -135,7 +148,7 @@ class VeilMod:
                 records.OURS: ConfigRecord({"upload": upload.id, "round": request.round, **_holds(request)}),
             })  # fmt: skip
             own = tree.under("buffer", {n: t for n, t in after.items() if self._stays(n)})
-            store.save({**courier.memory(), **own, **held(request, arrived)})  # last: nothing after it can fail
+            store.save({**courier.memory(), **own, **kept})  # last: nothing after it can fail
             return Message(content, reply_to=message)
 
     def _wrap(self, upload: Upload, request: records.Request, like: Grads, memory: Tensors) -> Array:
@@ -171,6 +184,15 @@ class VeilMod:
         record = ArrayRecord({name: Array(tensor.numpy()) for name, tensor in seen.items()})
         message.content = RecordDict({**message.content, key: record})
         return arrived, seen
+
+    def _look_at(self, model: Tensors, memory: Tensors) -> Tensors:
+        """Let the guard look at a model that is to be trained, and return what it remembers."""
+        if self.guard is None:
+            return {}
+        saved = tree.only("guard", memory)
+        rng = torch.Generator().manual_seed(secrets.randbits(63) if self.seed is None else self.seed)
+        seen = Seen.from_state_dict(saved) if saved else None
+        return tree.under("guard", self.guard.admit(model, seen, input_shape=self.input_shape, rng=rng).state_dict())
 
     def _open_mask(self, message: Message, like: Grads) -> Masks | None:
         mask = records.read_mask(message.content, like)

@@ -114,8 +114,11 @@ bias=True)'): no gradient is computed on it
             check.at_least(0, repeats=self.repeats)
 
     @classmethod
-    def pin(cls, model: nn.Module, **limits: Any) -> Self:
-        """Return a guard that accepts models of exactly this structure; build the model from your own code."""
+    def pin(cls, model: nn.Module | Tensors, **limits: Any) -> Self:
+        """Return a guard that accepts models of exactly this structure; build the model from your own code.
+
+        Pin what will be looked at: the module itself, or its tensors by name where only those arrive.
+        """
         return cls(pinned=fingerprint(model), **limits)
 
     def admit(
@@ -150,7 +153,7 @@ bias=True)'): no gradient is computed on it
             raise GuardError(
                 "the model looks manipulated, no gradient is computed on it: "
                 + "; ".join(map(str, findings[:3]))
-                + ". If you know why, loosen the limit in Guard(...), or pass guard=None to Veil"
+                + ". If you know why, loosen the limit in Guard(...), or pass guard=None"
             )
         return now
 
