@@ -99,8 +99,10 @@ def test_initial_weights_are_the_published_ones():
     assert abs(float(every.std()) - 1 / math.sqrt(12)) < 0.01
     plain = models.build('lenet(init="default")', num_classes=10, input_shape=CIFAR)
     assert max(float(p.detach().abs().max()) for p in plain.parameters()) < 0.12
-    conv = models.build("resnet18", num_classes=10, input_shape=CIFAR).get_parameter("features.stem.0.weight")
-    assert abs(float(conv.detach().std()) / math.sqrt(2 / (64 * 9)) - 1) < 0.1
+    spreads = {"resnet18": 1 / math.sqrt(3 * 27), "resnet18(init='kaiming')": math.sqrt(2 / (64 * 9))}
+    for text, spread in spreads.items():
+        conv = models.build(text, num_classes=10, input_shape=CIFAR).get_parameter("features.stem.0.weight")
+        assert abs(float(conv.detach().std()) / spread - 1) < 0.1, text
 
 
 def test_lenet_and_cnn6_use_their_activations():
