@@ -61,7 +61,7 @@ def _place_labels(points: list[dict[str, Any]]) -> None:
     """Put each label beside its point, on the first side and height that is clear of other labels and points."""
     taken = [(p["x"] - 8, p["y"] - 8, p["x"] + 8, p["y"] + 8) for p in points]
     for i, point in enumerate(points):
-        wide = 7 * min(len(point["label"]), 24)
+        wide = 8 * min(len(point["label"]), 24)
         sides = ("end", "start") if point["x"] + 12 + wide > CHART["width"] else ("start", "end")
         for shift, anchor in ((s, a) for s in (0, -14, 14, -28, 28, -42, 42) for a in sides):
             x, y = point["x"] + (12 if anchor == "start" else -12), point["y"] + 4 + shift

@@ -61,7 +61,8 @@ def to_html(report: Report) -> str:
 
 def to_markdown(report: Report) -> str:
     """Return a short text for a pull request."""
-    lines = [f"### {_md(summary.headline(report))}", "", _md(summary.what_leaks(report)), ""]
+    leaks = summary.what_leaks(report)
+    lines = [f"### {_md(summary.headline(report))}", "", *([_md(leaks), ""] if leaks else [])]
     lines += [*(f"- {_md(item)}" for item in summary.advice(report)), ""]
     lines += [
         "| defense | verdict | worst case | everyday case | blind guess | bytes sent |",

@@ -26,25 +26,29 @@ def headline(report: Report) -> str:
 
 
 def what_leaks(report: Report) -> str:
-    """Return how many private pictures the best attack recognisably rebuilt, with and without each defense."""
+    """Return how many private pictures the best attack recognisably rebuilt, with and without each defense.
+
+    Empty where the attacks do not work: their counts would say nothing.
+    """
     found = {d.name: _recognised(report, d.name) for d in report.defenses}
     n = len(report.column("diagnostic").pictures)
     bare = found.pop(BASELINE, None)
-    if bare is None:
+    if not bare or not _control_leaks(report):
         return ""
     text = (
         f"Without a defense, an attacker who reads one upload rebuilds its picture well enough to pick {bare} of {n} "
         f"out of a line-up of {report.lineup}."
     )
     rest = [f"{name} {count} of {n}" for name, count in found.items() if count is not None]
-    return f"{text} With a defense: {', '.join(rest)}." if rest else text
+    luck = f"Luck alone picks {percent(report.chance)}."
+    return f"{text} With a defense: {', '.join(rest)}. {luck}" if rest else f"{text} {luck}"
 
 
 def advice(report: Report) -> list[str]:
     """Return what to do now, the most urgent first."""
     if not _control_leaks(report):
         return [
-            'Make the attacks work first: "Why attacks failed" below names causes and remedies.'
+            'Make the attacks work first: the section "Why attacks failed" names causes and remedies.'
             if report.findings
             else "Let the attacks on the bare gradient run to their end first.",
             "Until then treat every gradient as if it gave its pictures away.",
@@ -72,21 +76,22 @@ def advice(report: Report) -> list[str]:
 
 def explain(judgement: Judgement) -> str:
     """Return what the strongest attack got under a defense."""
+    column, _, why = (judgement.reasons or ["each: no attack ran"])[0].partition(": ")
     if judgement.worst is None:
-        return f"No attack has a result. {judgement.reasons[0] if judgement.reasons else ''}".strip()
+        return f"No attack has a result. In the {column} column {why}."
     got = f"SSIM {number(judgement.worst)} on average and {number(judgement.worst_picture)} on the best picture"
     if judgement.verdict == "leaks":
         text = f"The strongest attack ({judgement.worst_attack}) gets {got}; a blind guess gets "
         text += f"{number(judgement.floor)}."
         if judgement.floor is not None and judgement.worst <= judgement.floor:
-            text += f" It leaks all the same: {judgement.reasons[0].partition(': ')[2]}."
+            text += f" It leaks all the same: in the {column} column {why}."
         return text
     if judgement.verdict == "holds":
         limit = ""
         if judgement.detectable is not None:
             limit = f" A leak below a contrast of {number(judgement.detectable)} would have gone unseen."
         return f"The strongest attack ({judgement.worst_attack}) gets {got}, no better than guessing.{limit}"
-    return f"The strongest attack with a result gets {got}. {judgement.reasons[0]}."
+    return f"The strongest attack with a result gets {got}. In the {column} column {why}."
 
 
 def method(report: Report) -> str:

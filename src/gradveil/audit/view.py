@@ -162,15 +162,16 @@ def _outcome(report: Report, row: Row | None) -> dict[str, str]:
 def table_row(report: Report, row: Row) -> dict[str, Any]:
     """Return one line of the table of every attack."""
     test = against_floor(report, row)
+    scored = test if row.scores else None
     means = {name: _mean(row.scores.get(name, [])) for name in report.metrics}
     return {
         "row": row,
         "name": attack_label(report, row),
         "means": means,
-        "best": test.best if test else None,
-        "lead": test.lead if test else None,
+        "best": scored.best if scored else None,
+        "lead": scored.lead if scored else None,
         "beats": None if test is None else test.beats,
-        "why": test.why if test else row.note,
+        "why": scored.why if scored else row.note,
         "identified": fmean(row.identified) if row.identified else None,
         "contrast": _mean(row.contrast),
     }

@@ -8,6 +8,7 @@ written. Runs take turns, so several tabs share the processor without disturbing
 import asyncio
 import json
 import secrets
+import socket
 import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -58,6 +59,11 @@ class Desk:
         self.runs[name] = Run(order)
         return name
 
+    def stop(self) -> None:
+        """Stop every run, those that wait for their turn too."""
+        for run in self.runs.values():
+            run.stop.set()
+
     async def events(self, name: str) -> AsyncIterator[dict[str, Any]]:
         """Run the experiment and yield what happens, in order."""
         run = self.runs[name]
@@ -93,16 +99,29 @@ class Desk:
             self.runs.pop(name, None)
 
 
-def make_server(token: str, port: int) -> uvicorn.Server:
+class Server(uvicorn.Server):
+    """Stops the runs when it is told to end, so that their readers leave and it ends at once."""
+
+    def __init__(self, config: uvicorn.Config, desk: Desk) -> None:
+        super().__init__(config)
+        self.desk = desk
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End every run, then the connections."""
+        self.desk.stop()
+        await super().shutdown(sockets)
+
+
+def make_server(token: str, port: int) -> Server:
     """Return a server to be run on a socket bound to this port of 127.0.0.1: `run(sockets=[socket])`."""
-    app = make_app(token, (f"127.0.0.1:{port}", f"localhost:{port}"))
-    options: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 3}
-    return uvicorn.Server(uvicorn.Config(app, **options))
-
-
-def make_app(token: str, hosts: tuple[str, ...]) -> Starlette:
-    """Return the application; `hosts` are the values of Host it answers to, such as `127.0.0.1:8123`."""
     desk = Desk()
+    app = make_app(token, (f"127.0.0.1:{port}", f"localhost:{port}"), desk)
+    options: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 9}
+    return Server(uvicorn.Config(app, **options), desk)
+
+
+def make_app(token: str, hosts: tuple[str, ...], desk: Desk) -> Starlette:
+    """Return the application; `hosts` are the values of Host it answers to, such as `127.0.0.1:8123`."""
 
     async def page(request: Request) -> Response:
         script, style = asset("ui.js"), report_asset("report.css") + asset("ui.css")

@@ -54,6 +54,7 @@
   document.querySelector(".gallery").addEventListener("change", preview);
   preview();
 
+  const empty = $("guess").src, narrow = matchMedia("(max-width: 959px)");
   let source = null, run = null, points = [];
   const say = (text, bad = false) => { $("status").textContent = text; $("status").classList.toggle("error", bad); };
   const busy = (on) => { $("run").disabled = on; $("stop").disabled = !on; };
@@ -78,8 +79,7 @@
       blind = event.blind;
       $("original").src = png(event.original);
       $("blind").textContent = fixed(blind, 2);
-      $("bytes").textContent = `${(event.bytes / 1000).toFixed(1)} kB`;
-      $("bytes").title = `${percent(event.bytes / event.dense)} of the bare gradient`;
+      $("bytes").textContent = `${(event.bytes / 1000).toFixed(1)} kB, ${percent(event.bytes / event.dense)}`;
       $("blind-line").setAttribute("y1", 120 * (1 - blind));
       $("blind-line").setAttribute("y2", 120 * (1 - blind));
     },
@@ -112,8 +112,10 @@
     points = [];
     $("line").setAttribute("points", "");
     $("outcome").textContent = "";
-    $("guess").removeAttribute("src");
+    $("guess").src = empty;
+    $("step").textContent = "";
     $("progress").value = 0;
+    if (narrow.matches) document.querySelector(".scene").scrollIntoView();
     ["ssim", "blind", "psnr", "bytes", "loss"].forEach((id) => { $(id).textContent = "–"; });
     const own = chosen().value === "own";
     const order = {
