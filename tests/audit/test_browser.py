@@ -10,6 +10,7 @@ from gradveil.audit.render import to_html
 from gradveil.audit.report import Report
 
 pytestmark = pytest.mark.browser
+HEIGHT = 1000  # of the window
 by = pytest.importorskip("selenium.webdriver.common.by", reason="selenium is not installed").By
 keys = pytest.importorskip("selenium.webdriver.common.keys", reason="selenium is not installed").Keys
 
@@ -22,7 +23,7 @@ def show(browser: Any, report: Report, folder: Path) -> None:
 
 
 def resize(browser: Any, width: int) -> None:
-    size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": width < 500}
+    size = {"width": width, "height": HEIGHT, "deviceScaleFactor": 1, "mobile": width < 500}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
@@ -131,6 +132,8 @@ def test_fits_the_screen(browser, report: Report, tmp_path, width: int) -> None:
     small = "return [...document.querySelectorAll('main p, main td, main dd')].filter(e => e.offsetParent).map("
     sizes = browser.execute_script(small + "e => parseFloat(getComputedStyle(e).fontSize))")
     assert min(sizes) >= 13
+    first_screen = "return document.querySelector('.todo').getBoundingClientRect().bottom"
+    assert browser.execute_script(first_screen) < HEIGHT  # what leaks and what to do, before any scrolling
     no_errors(browser)
 
 
@@ -141,6 +144,39 @@ def test_hostile_names_stay_text(browser, hostile_report: Report, tmp_path) -> N
         "&lt;", "<"
     )
     no_errors(browser)
+
+
+DROP = """
+const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
+const held = new DataTransfer();
+held.items.add(new File([bytes], "mine.png", { type: "image/png" }));
+for (const name of ["dragover", "drop"]) {
+  const event = new DragEvent(name, { bubbles: true, cancelable: true, dataTransfer: held });
+  document.getElementById("drop").dispatchEvent(event);
+}
+"""
+
+
+def test_dropped_picture_and_two_tabs(browser, base: str, report: Report) -> None:
+    resize(browser, 1600)
+    browser.get(f"{base}/")
+    first = browser.current_window_handle
+    browser.execute_script(DROP, report.originals[0].png)
+    wait(lambda: browser.find_element(by.CSS_SELECTOR, "#own input").is_selected())
+    browser.find_element(by.ID, "run").click()
+    browser.switch_to.new_window("tab")
+    browser.get(f"{base}/")
+    browser.find_element(by.ID, "run").click()
+    shown = {}
+    for tab in (browser.current_window_handle, first):
+        browser.switch_to.window(tab)
+        wait(lambda: browser.find_element(by.ID, "status").text == "Done.")
+        shown[tab] = browser.find_element(by.ID, "original").get_attribute("src")
+        no_errors(browser)
+    assert len(set(shown.values())) == 2  # each tab kept its own picture
+    browser.switch_to.window(next(tab for tab in shown if tab != first))
+    browser.close()
+    browser.switch_to.window(first)
 
 
 def test_live_page_runs_stops_and_reports_errors(browser, base: str, tmp_path) -> None:

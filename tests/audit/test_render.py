@@ -1,11 +1,14 @@
 """Pages and tables are pure functions of the report, and nothing in it can become markup."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 from gradveil.audit.compare import compare_reports
 from gradveil.audit.render import to_html, to_markdown
 from gradveil.audit.report import Report
+from gradveil.audit.summary import advice, what_leaks
+from gradveil.audit.verdict import judge
 
 
 class Tags(HTMLParser):
@@ -58,15 +61,29 @@ def test_markdown(report: Report) -> None:
     text = to_markdown(report)
     assert text.startswith("### Pictures leak under topk and dgp; hardened and dp hold against these attacks")
     assert "| dgp | **leaks** | 0.5" in text
+    assert "- Do not count on topk or dgp to keep pictures private." in text
+
+
+def test_the_first_screen_says_what_leaks_and_what_to_do(report: Report) -> None:
+    assert "pick 4 of 4 out of a line-up of 20. With a defense: topk 4 of 4, dgp 4 of 4, hardened 0" in what_leaks(
+        report
+    )
+    todo = advice(report)
+    assert todo[1].startswith("Of those that hold, hardened costs least: a small test network reaches 84 % accuracy")
+    assert "Doubt hardened: by the fast score 90 %" in todo[2]  # holding is not the last word
+    dgp_only = replace(report, defenses=report.defenses[:3], judgements=report.judgements[:9])
+    assert "Do not share gradients of private pictures" in advice(dgp_only)[1]
+    idle = replace(report, rows=[replace(row, status="skipped", scores={}) for row in report.rows], cut=["all of it"])
+    idle = replace(idle, judgements=judge(idle))
+    assert what_leaks(idle) == ""
+    assert "Make the attacks work first" in advice(idle)[0]
+    half = replace(report, rows=[row for row in report.rows if row.defense != "dp"], cut=["dp: no time"])
+    assert "Run the same command with --resume" in advice(replace(half, judgements=judge(half)))[-1]
 
 
 def test_compare(report: Report) -> None:
     same = compare_reports(report, report)
     assert not any(change.kind != "same" for change in same)
-    from dataclasses import replace
-
-    from gradveil.audit.verdict import judge
-
     better = [
         replace(row, scores={"ssim": [0.1] * 4}, identified=[], contrast=[]) if row.defense == "dgp" else row
         for row in report.rows

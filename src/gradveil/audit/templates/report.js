@@ -69,7 +69,11 @@
     point.addEventListener("pointerleave", hide);
     point.addEventListener("blur", hide);
   });
-  addEventListener("scroll", hide, { passive: true });
+  // Moving to a point by keyboard scrolls too: its label moves along.
+  addEventListener("scroll", () => {
+    const point = document.activeElement?.closest(".point");
+    if (point) show(point); else hide();
+  }, { passive: true });
 
   // The table: sort and filter.
   const table = $("results");

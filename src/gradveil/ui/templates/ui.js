@@ -79,7 +79,8 @@
       blind = event.blind;
       $("original").src = png(event.original);
       $("blind").textContent = fixed(blind, 2);
-      $("bytes").textContent = `${(event.bytes / 1000).toFixed(1)} kB, ${percent(event.bytes / event.dense)}`;
+      $("bytes").textContent = `${(event.bytes / 1000).toFixed(1)} kB`;
+      $("share").textContent = percent(event.bytes / event.dense);
       $("blind-line").setAttribute("y1", 120 * (1 - blind));
       $("blind-line").setAttribute("y2", 120 * (1 - blind));
     },
@@ -116,7 +117,7 @@
     $("step").textContent = "";
     $("progress").value = 0;
     if (narrow.matches) document.querySelector(".scene").scrollIntoView();
-    ["ssim", "blind", "psnr", "bytes", "loss"].forEach((id) => { $(id).textContent = "–"; });
+    ["ssim", "blind", "psnr", "bytes", "share", "loss"].forEach((id) => { $(id).textContent = "–"; });
     const own = chosen().value === "own";
     const order = {
       picture: own ? 0 : Number(chosen().value), upload: own ? upload : "", defense: $("defense").value,
