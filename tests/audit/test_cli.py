@@ -1,7 +1,12 @@
 """The commands around a report, as a user types them."""
 
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 
+import pytest
 from typer.testing import CliRunner
 
 from gradveil.audit import Plan, Report
@@ -71,3 +76,45 @@ def test_report_and_compare(report: Report, tmp_path) -> None:
     assert changed.exit_code == 1
     assert "worse" in changed.output
     assert "setting seed: 0 before, 1 after" in changed.output
+
+
+MODEL = """
+from torch import nn
+
+
+def factory(num_classes, input_shape):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Sigmoid(), nn.Linear(32, num_classes))
+"""
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_the_real_command_and_resume(tmp_path) -> None:
+    """With a model that lies in the current folder, which the installed command must find."""
+    (tmp_path / "mymodel.py").write_text(MODEL)
+    settings = "--model mymodel:factory --data digits --pictures 2 --batch-size 2 --round 1 --accuracy-rounds 0"
+    attack = "--defense dgp --attack q=gradient_matching(steps=300) --device cpu --out out"
+    command = [sys.executable, "-c", "from gradveil.cli import main; main()", "audit", *f"{settings} {attack}".split()]
+    path = tmp_path / "out" / "report.json"
+    started = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    try:
+        limit = time.monotonic() + 60
+        while not (path.exists() and any(row.status == "ok" for row in Report.load(path).rows)):
+            assert started.poll() is None, started.communicate()[1]
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        started.send_signal(signal.SIGINT)
+        _, said = started.communicate(timeout=30)
+    finally:
+        started.kill()
+    assert started.returncode == 130
+    assert "--resume goes on" in said
+    kept = Report.load(path)
+    done = [row for row in kept.rows if row.status == "ok"]
+    assert 1 <= len(done) < 4
+    assert len(kept.cut) == 4 - len(done)
+    assert "Not everything ran" in (tmp_path / "out" / "report.html").read_text()
+    again = subprocess.run([*command, "--resume"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert again.returncode == 0, again.stderr
+    finished = Report.load(path)
+    assert [row.status for row in finished.rows] == ["ok"] * 4
+    assert finished.rows[: len(done)] == done

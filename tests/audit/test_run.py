@@ -326,6 +326,18 @@ def test_the_most_telling_cells_come_first() -> None:
     assert order[4].column == "diagnostic"
 
 
+def test_progress_counts_cells_and_steps_and_tells_the_time_left() -> None:
+    told = []
+    settings = {**QUICK, "pictures": 1, "round": 0}
+    gradveil.audit(defenses=["dgp"], attacks=["gradient_matching(steps=40)"], tell=told.append, **settings)
+    assert (told[-1].done, told[-1].total, told[-1].stage) == (4, 4, "done")
+    running = [event for event in told if event.steps]
+    assert [event.step for event in running[:4]] == [10, 20, 30, 40]
+    assert running[1].attack_seconds_left > 0
+    assert running[3].attack_seconds_left == 0
+    assert running[1].seconds_left > running[1].attack_seconds_left  # three more cells are to come
+
+
 def test_settings_are_checked() -> None:
     with pytest.raises(ConfigError, match="ask for fewer"):
         gradveil.audit(**{**QUICK, "pictures": 5000})

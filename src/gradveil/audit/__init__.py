@@ -13,10 +13,11 @@ from ..core import Attack, Defense, LossFn
 from ..data import Dataset
 from ..defenses import DEFENSES
 from ..spec import build, to_text
+from .pace import Event
 from .plan import Plan, subject
 from .render import to_html, to_markdown
 from .report import Report
-from .run import Audit, Event
+from .run import Audit
 
 
 def audit(

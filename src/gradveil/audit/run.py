@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from statistics import fmean
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,7 @@ from ..veil import derive_rng
 from . import accuracy, clients, draft, scoring
 from .clients import Sent
 from .diagnose import diagnose
+from .pace import Event, Pace
 from .plan import Cell, Plan, Subject, cells, is_active, is_adaptive
 from .report import COLUMNS, Column, FastScore, Finding, Report, Row
 from .risk import fast_score
@@ -26,17 +27,6 @@ from .verdict import BASELINE, against_floor, judge
 WATCH_EVERY = 10  # attack steps between two looks at the clock
 SMALL = 1_000_000  # parameters below which threads cost more than they give
 T = TypeVar("T")
-
-
-class Event(NamedTuple):
-    """How far the audit is."""
-
-    stage: str
-    done: int  # cells finished
-    total: int
-    step: int = 0  # of the attack that runs
-    steps: int = 0
-    seconds_left: float | None = None
 
 
 class BudgetError(Exception):
@@ -58,7 +48,7 @@ class Audit:
         self.plan, self.subject, self.tell, self.save = plan, subject, tell, save
         self.cells = cells(subject)
         self.scorer = scoring.Scorer(plan, subject)
-        self.seconds: dict[tuple[Column, str], float] = {}
+        self.pace = Pace()
         self.columns = {column: clients.column_info(column, plan, subject) for column in COLUMNS}
         self.started = time.monotonic()
         self.report = draft.empty(plan, subject, list(self.columns.values()))
@@ -143,7 +133,7 @@ class Audit:
         fields, error = _attempt(lambda: self._attack(cell, attack))
         seconds = time.monotonic() - started
         if fields is not None:
-            self.seconds[cell.column, cell.attack] = seconds
+            self.pace.finished(cell, seconds)
             return replace(row, seconds=seconds, **fields)
         match error:
             case BudgetError():
@@ -182,15 +172,10 @@ class Audit:
         return 60 * self.plan.budget - (time.monotonic() - self.started) if self.plan.budget else None
 
     def _too_long(self, cell: Cell) -> str:
-        left, cost = self._left(), self._cost(cell)
+        left, cost = self._left(), self.pace.cost(cell)
         if left is None or left > (cost or 0.0):
             return ""
         return f"cut: about {cost or 0:.0f} s needed, {max(left, 0):.0f} s left of {self.plan.budget:g} minutes"
-
-    def _cost(self, cell: Cell) -> float | None:
-        """Return what this attack took before, in this column if it ran there."""
-        other = [seconds for (_, attack), seconds in self.seconds.items() if attack == cell.attack]
-        return self.seconds.get((cell.column, cell.attack), max(other, default=None))
 
     def _watch(self, cell: Cell, progress: Progress) -> None:
         left = self._left()
@@ -200,16 +185,9 @@ class Audit:
 
     def _say(self, stage: str, step: int = 0, steps: int = 0) -> None:
         open_cells = [cell for cell in self.cells if self._open(cell)]
-        costs = [self._cost(c) for c in open_cells]
-        known = [c for c in costs if c is not None]
-        left = None
-        if known:
-            typical = fmean(known)
-            left = sum(typical if c is None else c for c in costs)
-            if steps and costs:
-                left -= (typical if costs[0] is None else costs[0]) * step / steps
+        left, own = self.pace.left(open_cells, step, steps)
         done = len(self.cells) - len(open_cells)
-        self.tell(Event(stage, done, len(self.cells), step, steps, left))
+        self.tell(Event(stage, done, len(self.cells), step, steps, left, own))
 
     # What comes after
 

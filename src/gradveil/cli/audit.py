@@ -153,8 +153,9 @@ def _bars(bar: Progress) -> Any:
         left = "" if event.seconds_left is None else f"{words.duration(event.seconds_left)} left"
         done = (event.done + share) / event.total
         bar.update(whole, completed=done, description=f"{event.done} of {event.total} attacks", left=left)
-        steps = f"{event.step} of {event.steps} steps" if event.steps else ""
-        bar.update(part, completed=share, description=escape(event.stage), left=steps)
+        own = "" if event.attack_seconds_left is None else f"{words.duration(event.attack_seconds_left)} left"
+        steps = f", {event.step} of {event.steps} steps" if event.steps else ""
+        bar.update(part, completed=share, description=escape(event.stage + steps), left=own)
 
     return tell
 
