@@ -37,6 +37,7 @@ from gradveil.errors import EngineError, NeedError, StateError
 from gradveil.veil import derive_rng
 
 STEPS, SEED, LR = 4, 7, 0.1
+GROUP_TIMEOUT = 120  # seconds; on a busy machine ranks may start half a minute apart
 DEVICE = os.environ.get("GRADVEIL_TEST_DEVICE", "cpu")  # of the ranks
 loss_fn = nn.CrossEntropyLoss()
 
@@ -259,7 +260,7 @@ ON_FOUR = ("dgp", "dense", "aligned")
 def rank_main(rank: int, world: int, folder: Path, what: list[str]) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", meeting, datetime.timedelta(seconds=20), world_size=world, rank=rank)
+    dist.init_process_group("gloo", meeting, datetime.timedelta(seconds=GROUP_TIMEOUT), world_size=world, rank=rank)
     torch.save({name: SCENARIOS[name](rank) for name in what}, folder / f"{rank}.pt")
     model = wrap()
     attach(model, dgp())
@@ -309,8 +310,10 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Ends]:
     folder = tmp_path_factory.mktemp("ddp")
     out: Results = {}
     ends: Ends = {}
-    for world, what in ((2, tuple(SCENARIOS)), (4, ON_FOUR)):
-        ends[world] = finish(start(world, folder / str(world), what), 120)
+    what = {2: tuple(SCENARIOS), 4: ON_FOUR}
+    ranks = {world: start(world, folder / str(world), names) for world, names in what.items()}
+    for world in what:
+        ends[world] = finish(ranks[world], 3 * GROUP_TIMEOUT)
         files = [folder / str(world) / f"{rank}.pt" for rank in range(world)]
         assert all(file.exists() for file in files), ends[world]
         out[world] = [torch.load(file, weights_only=True) for file in files]
@@ -464,7 +467,7 @@ def test_a_killed_rank_leaves_no_hang(jobs: tuple[Results, Ends]) -> None:
 def test_two_ranks_on_a_gpu(tmp_path: Path) -> None:
     """Two gloo ranks share one GPU; the reference runs on the same GPU."""
     names = ("dgp", "dense", "aligned", "noise", "hardened", "poisoned", "resume")
-    ends = finish(start(2, tmp_path, names, "cuda"), 240)
+    ends = finish(start(2, tmp_path, names, "cuda"), 3 * GROUP_TIMEOUT)
     assert all((tmp_path / f"{rank}.pt").exists() for rank in range(2)), ends
     got = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for name in names:
