@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the audit when it is first asked for: clients that only protect gradients never pay for it."""
+    """Import the audit and the like when first asked for: clients that only protect gradients never pay for them."""
+    if name in ("attacks", "data", "metrics", "models", "training"):
+        return import_module(f".{name}", __name__)
     if name in ("Report", "audit"):
         module = import_module(".audit", __name__)
         return module if name == "audit" else module.Report

@@ -58,11 +58,15 @@ def test_doctor_on_payloads() -> None:
     assert examine(pruned.body, gradveil.dgp()).state == "on"
     assert examine(bare).state == "off"
     assert examine(bare, gradveil.dgp()).state == "off"
-    assert "sent 1200 entries where error_feedback sends 240" in examine(bare, gradveil.dgp()).reasons[1]
+    assert "sent 1200 entries where the expected defense sends 240" in examine(bare, gradveil.dgp()).reasons[1]
     assert examine(pruned, gradveil.adgp()).state == "on"
     assert examine(bare, gradveil.GaussianNoise()).state == "unclear"
     levels = gradveil.Veil(gradveil.Hardened(examples=1), PARAMS, seed=0).seal(grads(), 1)
     assert examine(levels).state == "on"
+    dead = {"first": grads()["w"], "last": grads()["w"] * (torch.arange(40)[:, None] > 25)}  # units that never fire
+    silent = gradveil.Veil(gradveil.Identity(), dead).seal(dead, 1)
+    assert examine(silent).state == "unclear"  # zeros alone are no defense
+    assert examine(silent, gradveil.dgp()).state == "off"
     parts = {part.name: part for part in examine(pruned).parts}
     assert parts["w"].share == pytest.approx(0.2)
     assert parts["w"].dtype == "float32"

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,3 +42,8 @@ def test_tutorial_works_as_written(tmp_path, monkeypatch) -> None:
     assert (tmp_path / "report" / "report.html").exists()
     assert (tmp_path / "report-run" / "report.html").exists()
     sys.modules.pop("my_model", None)
+
+
+def test_names_of_the_tutorial_need_no_import_of_their_own() -> None:
+    names = "gradveil.data.load, gradveil.models.build, gradveil.attacks.GradientMatching, gradveil.audit.write"
+    subprocess.run([sys.executable, "-c", f"import gradveil; {names}"], check=True, timeout=60)

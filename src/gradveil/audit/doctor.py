@@ -80,16 +80,25 @@ def examine_payload(body: bytes, expected: Defense | None = None) -> Examination
     ]
     dense = sum(entry.numel * entry.kind.size for entry in frame.entries)
     sent = sum(entry.sent for entry in frame.entries) / max(sum(entry.numel for entry in frame.entries), 1)
+    whole = [part.name for part in parts if part.entries >= FEW and part.share >= DENSE]
     reasons = [f"{100 * sent:.1f} % of the entries were sent, in {len(body)} bytes ({dense} uncompressed)"]
     if expected is not None:
         shapes = {entry.name: torch.empty(entry.shape, dtype=entry.kind.dtype) for entry in frame.entries}
         state, why = _matches({p.name: round(p.share * p.entries) for p in parts}, shapes, expected)
-    elif sent >= DENSE and {entry.values for entry in frame.entries if entry.numel >= FEW} == {Values.LEVELS}:
+    elif {entry.values for entry in frame.entries if entry.numel >= FEW} == {Values.LEVELS}:
         state, why = "on", ["every value was rounded to one of a few levels"]
     elif sent >= DENSE:
         state, why = "off", ["nothing was pruned; if the defense is noise, this cannot be seen from a payload"]
+    elif whole:
+        state, why = (
+            "unclear",
+            [
+                f"{', '.join(whole)} left whole, and units that never fire leave zeros in a bare gradient too: "
+                "say with --expect which defense should be on"
+            ],
+        )
     else:
-        state, why = "on", ["entries were held back; whether that is enough, an audit must say"]
+        state, why = "on", ["entries of every tensor were held back; whether that is enough, an audit must say"]
     return Examination("payload", state, reasons + why, parts, len(body), dense)
 
 
@@ -107,12 +116,12 @@ def _matches(sent: dict[str, int], shapes: Grads, expected: Defense) -> tuple[St
         return "unclear", [f"{expected.key()} cannot be tried without the client: {error}"]
     counts = {name: int(torch.count_nonzero(t)) for name, t in ours.items()}
     if all(counts[name] >= DENSE * t.numel() for name, t in shapes.items()):
-        return "unclear", [f"{expected.key()} sends every entry, so a payload cannot show whether it is on"]
+        return "unclear", ["the expected defense sends every entry, so a payload cannot show whether it is on"]
     over = [name for name in sent if sent[name] > SLACK * counts[name] + 1]
     if over:
         name = over[0]
-        return "off", [f"{name} sent {sent[name]} entries where {expected.key()} sends {counts[name]}"]
-    return "on", [f"every tensor sent as many entries as {expected.key()} does"]
+        return "off", [f"{name} sent {sent[name]} entries where the expected defense sends {counts[name]}"]
+    return "on", ["no tensor sent more entries than the expected defense does"]
 
 
 def examine_state(saved: Tensors) -> Examination:
