@@ -25,9 +25,11 @@ def vote(proposals: Sequence[Masks], rng: torch.Generator) -> Masks:
     """
     if not proposals:
         raise ValueError("vote needs at least one proposal")
-    out = {}
+    scores = []
     for name, first in proposals[0].items():
-        votes = torch.stack([proposal[name] for proposal in proposals]).sum(0, dtype=torch.float32)
-        lots = torch.rand(first.shape, generator=rng) / 2  # below one vote
-        out[name] = select.band_mask(votes + lots, 0, int(first.sum()))
-    return out
+        score = 1 + torch.rand(first.shape, generator=rng) / 2  # lots weigh less than a vote; nothing scores zero
+        for proposal in proposals:
+            score += proposal[name]
+        scores.append(score)
+    bands = [(0, int(torch.count_nonzero(first))) for first in proposals[0].values()]
+    return {name: kept != 0 for name, kept in zip(proposals[0], select.prune(scores, bands), strict=True)}
