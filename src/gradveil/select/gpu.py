@@ -1,8 +1,8 @@
-"""Exact selection on a GPU over all tensors at once, in thirteen launches whatever their number.
+"""Exact selection on a GPU over all tensors at once, in fifteen launches whatever their number.
 
 A sorted sample of each tensor brackets the two magnitudes at which its band begins and ends. One pass over everything
 adds the residual, counts what lies above each bracket and gathers the few entries inside; a radix search over those
-settles the boundary, 11 bits a pass. Where a bracket missed, which costs time but never exactness, the radix search
+settles the boundary, 8 bits a pass. Where a bracket missed, which costs time but never exactness, the radix search
 goes over the whole tensor. The last pass writes the result; a tie that a boundary cuts in two is mended after it, in
 index order, as the plain rule asks.
 """
@@ -25,9 +25,9 @@ BLOCK = 2048  # entries of one program; the kernels count them in 12 bits
 WARPS = 4
 SAMPLE = 2048  # entries a bracket is guessed from
 SIGMAS = 4.5  # standard deviations of the sample's rank on either side: one miss in 100,000
-ROOM = 4  # candidates may fill one in so many entries
-DIGIT = 11  # bits of a radix pass
-PASSES = 3  # 31 bits, should a guess have missed
+ROOM = 4  # candidates may fill one in so many entries; rarely needed passes take so many blocks together
+DIGIT = 8  # bits of a radix pass
+PASSES = 4  # 31 bits, should a guess have missed
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Plan:
     """Where each program works, and the ranks of each tensor's band; the same in every round."""
 
     blocks: Tensor  # [programs, 6]: segment, entries, and four times how many bytes into the segment it begins
+    groups: Tensor  # [programs, 4]: segment, first block, block after the last, number in the segment
     sizes: Tensor  # [segments]
     first_block: Tensor  # [segments]
     ranks: Tensor  # [segments, 2]: entries above the band, entries above its end
@@ -52,8 +53,14 @@ def plan_for(sizes: tuple[int, ...], bands: tuple[tuple[int, int], ...], device:
     ranks = torch.tensor([(top, top + kept) for top, kept in bands], dtype=torch.int32)
     room = torch.tensor([0 if n <= SAMPLE else n // ROOM for n in sizes]).repeat_interleave(2)
     entries = (torch.tensor(sizes)[segment] - start).clamp_max(BLOCK)
+    per_segment_groups = -(-per_segment // ROOM)
+    owner = torch.repeat_interleave(torch.arange(len(sizes)), per_segment_groups)
+    number = torch.arange(len(owner)) - (per_segment_groups.cumsum(0) - per_segment_groups)[owner]
+    begin = first[owner] + ROOM * number
+    stop = torch.minimum(begin + ROOM, (first + per_segment)[owner])
     return Plan(
         torch.stack([segment, entries, *[4 * start] * 4], 1).to(device),
+        torch.stack([owner, begin, stop, number], 1).to(device),
         torch.tensor(sizes).to(device),
         first.to(device),
         ranks.to(device),
@@ -103,7 +110,7 @@ class Selector:
         from . import kernels
 
         plan, blocks, found, s = self._plan, self._blocks, self._found, self._segments
-        programs, boundaries = (len(blocks),), (s, 2)
+        programs, groups, boundaries = (len(blocks),), (len(plan.groups),), (s, 2)
         if not programs[0]:
             return
         each: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS}
@@ -117,12 +124,12 @@ class Selector:
         kernels.settle[boundaries](*bounds, *found)
         for i, counts in enumerate(self._counts):
             digit: dict[str, Any] = {"DONE": i * DIGIT, "DIGIT": DIGIT}
-            search = (plan.first_block, *inside, self._states, self._widths, found[0], counts)
-            kernels.count_digits[programs](blocks, *search, **digit, **fed)
+            search = (plan.groups, *inside, self._states, self._widths, found[0], counts)
+            kernels.count_digits[groups](blocks, *search, **digit, **fed)
             kernels.pick[boundaries](counts, self._widths, *found, **digit)
         kernels.write[programs](blocks, *found, **fed)
-        kernels.count_ties[programs](blocks, *found, self._ties, **each)
-        kernels.cut[programs](blocks, plan.first_block, *found, self._ties, **fed)
+        kernels.count_ties[groups](blocks, plan.groups, *found, self._ties, **each)
+        kernels.cut[groups](blocks, plan.groups, plan.first_block, *found, self._ties, **fed)
 
     def require_finite(self) -> None:
         """Wait for the GPU and raise `GradientError` if any run so far met NaN or infinity."""

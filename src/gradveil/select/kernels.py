@@ -1,7 +1,8 @@
 """The Triton kernels of `gpu`. Importing this file needs Triton.
 
 Programs work on one block of one segment (tensor), on a segment, or on one of its two boundaries (a slot). A row of
-`blocks` holds segment, entries, and the addresses of value, residual, sent and held.
+`blocks` holds segment, entries, and the addresses of value, residual, sent and held; one of `groups` holds segment,
+first block, the block after the last, and the number of the group in its segment.
 """
 # mypy: ignore-errors
 
@@ -90,8 +91,8 @@ def collect(blocks, edges, regions, candidates, tallies, finite, FEEDBACK: tl.co
     order = tl.cumsum(in_top.to(tl.int32) + (in_end.to(tl.int32) << 16), axis=0)
     if (total >> 48) > 0:
         tl.store(finite, 0)
-    tl.atomic_add(tallies + 2 * slot, ((total >> 24) & 0xFFF).to(tl.int32))
-    tl.atomic_add(tallies + 2 * slot + 2, ((total >> 36) & 0xFFF).to(tl.int32))
+    tl.atomic_add(tallies + 2 * slot, ((total >> 24) & 0xFFF).to(tl.int32), sem="relaxed")
+    tl.atomic_add(tallies + 2 * slot + 2, ((total >> 36) & 0xFFF).to(tl.int32), sem="relaxed")
     top_hits, end_hits = (total & 0xFFF).to(tl.int32), ((total >> 12) & 0xFFF).to(tl.int32)
     _gather(v, in_top, order & 0xFFFF, top_hits, top_low < top_high, slot, regions, candidates, tallies)
     _gather(v, in_end, order >> 16, end_hits, end_low < end_high, slot + 1, regions, candidates, tallies)
@@ -101,7 +102,7 @@ def collect(blocks, edges, regions, candidates, tallies, finite, FEEDBACK: tl.co
 def _gather(v, match, order, hits, wide, slot, regions, candidates, tallies):
     """Append the matching entries to the candidates of a boundary; a bracket of one magnitude only counts them."""
     if hits > 0:
-        begin = tl.atomic_add(tallies + 2 * slot + 1, hits)
+        begin = tl.atomic_add(tallies + 2 * slot + 1, hits, sem="relaxed")
         if wide & (begin + hits <= tl.load(regions + 2 * slot + 1)):
             tl.store(candidates + tl.load(regions + 2 * slot) + begin + order - 1, v, mask=match)
 
@@ -134,7 +135,7 @@ def settle(ranks, edges, regions, tallies, states, widths, keys, wanted, equal):
 @triton.jit
 def count_digits(
     blocks,
-    first_block,
+    groups,
     regions,
     candidates,
     tallies,
@@ -147,36 +148,44 @@ def count_digits(
     FEEDBACK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Count the next digit of the entries that agree with a boundary in the DONE bits found so far."""
-    block = blocks + 6 * tl.program_id(0)
-    segment = tl.load(block).to(tl.int32)
-    begin = (tl.program_id(0) - tl.load(first_block + segment)) * BLOCK
+    """Count the next digit of the entries that agree with a boundary in the DONE bits found so far.
+
+    A program has one block of the candidates or, where the whole segment is searched, one group of blocks.
+    """
+    group = groups + 4 * tl.program_id(0)
+    segment = tl.load(group)
     for which in tl.static_range(2):
         slot = 2 * segment + which
         state = tl.load(states + slot)
         width = tl.load(widths + slot)
+        begin = tl.load(group + 3) * BLOCK
         found = tl.load(tallies + 2 * slot + 1) - begin
-        if (width > DONE) & ((state == OPEN) | ((state == NARROWED) & (found > 0))):
-            here, entries = _address(block, 5 if FEEDBACK else 2), tl.load(block + 1)
-            if state == NARROWED:
+        if width > DONE:
+            if (state == NARROWED) & (found > 0):
                 here = candidates + tl.load(regions + 2 * slot) + begin
-                entries = found
-            i = tl.arange(0, BLOCK)
-            inside = i < entries
-            distance = _magnitude(tl.load(here + i, mask=inside, other=0.0)) - tl.load(keys + slot)
-            match = inside & (distance >= 0) & ((distance >> (width - DONE)) == 0)
-            shift = tl.maximum(width - DONE - DIGIT, 0)
-            digit = tl.where(match, distance >> shift, 0)
-            table = counts + (slot << DIGIT)
-            hits = tl.sum(match.to(tl.int32), axis=0)
-            # Candidates are spread over the digits and counted one by one. Those of a whole segment are not: they are
-            # counted here first, and what does not match, counted as zero, is taken off again.
-            if (state == OPEN) & (hits > BLOCK // 64):
-                bins = tl.arange(0, 1 << DIGIT)
-                sums = tl.histogram(digit, 1 << DIGIT) - tl.where(bins == 0, BLOCK - hits, 0)
-                tl.atomic_add(table + bins, sums, mask=sums > 0)
-            elif hits > 0:
-                tl.atomic_add(table + digit, match.to(tl.int32), mask=match)
+                _tally(here, found, slot, width, keys, counts, DONE, DIGIT, BLOCK)
+            if state == OPEN:
+                for j in range(tl.load(group + 1), tl.load(group + 2)):
+                    here = _address(blocks + 6 * j, 5 if FEEDBACK else 2)
+                    _tally(here, tl.load(blocks + 6 * j + 1), slot, width, keys, counts, DONE, DIGIT, BLOCK)
+
+
+@triton.jit
+def _tally(here, entries, slot, width, keys, counts, DONE: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    inside = i < entries
+    distance = _magnitude(tl.load(here + i, mask=inside, other=0.0)) - tl.load(keys + slot)
+    match = inside & (distance >= 0) & ((distance >> (width - DONE)) == 0)
+    digit = tl.where(match, distance >> tl.maximum(width - DONE - DIGIT, 0), 0)
+    table = counts + (slot << DIGIT)
+    hits = tl.sum(match.to(tl.int32), axis=0)
+    # Few of them one by one, many by a histogram; what does not match counts as zero there, and is taken off again.
+    if hits > BLOCK // 64:
+        bins = tl.arange(0, 1 << DIGIT)
+        sums = tl.histogram(digit, 1 << DIGIT) - tl.where(bins == 0, BLOCK - hits, 0)
+        tl.atomic_add(table + bins, sums, mask=sums > 0, sem="relaxed")
+    elif hits > 0:
+        tl.atomic_add(table + digit, match.to(tl.int32), mask=match, sem="relaxed")
 
 
 @triton.jit
@@ -221,39 +230,40 @@ def _is_cut(slot, keys, wanted, equal):
 
 
 @triton.jit
-def count_ties(blocks, keys, wanted, equal, ties, BLOCK: tl.constexpr):
-    """Count, in each program, the entries equal to a boundary that is cut in two."""
-    block = blocks + 6 * tl.program_id(0)
-    segment = tl.load(block)
+def count_ties(blocks, groups, keys, wanted, equal, ties, BLOCK: tl.constexpr):
+    """Count, in each block of a group, the entries equal to a boundary that is cut in two."""
+    group = groups + 4 * tl.program_id(0)
+    segment = tl.load(group)
     for which in tl.static_range(2):
         slot = 2 * segment + which
         if _is_cut(slot, keys, wanted, equal):
             i = tl.arange(0, BLOCK)
-            sent = tl.load(_address(block, 4) + i, mask=i < tl.load(block + 1), other=0.0)
-            total = tl.sum((_magnitude(sent) == tl.load(keys + slot)).to(tl.int32), axis=0)
-            tl.store(ties + 2 * tl.program_id(0) + which, total)
+            for j in range(tl.load(group + 1), tl.load(group + 2)):
+                sent = tl.load(_address(blocks + 6 * j, 4) + i, mask=i < tl.load(blocks + 6 * j + 1), other=0.0)
+                total = tl.sum((_magnitude(sent) == tl.load(keys + slot)).to(tl.int32), axis=0)
+                tl.store(ties + 2 * j + which, total)
 
 
 @triton.jit
-def cut(blocks, first_block, keys, wanted, equal, ties, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
+def cut(blocks, groups, first_block, keys, wanted, equal, ties, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
     """Take back what does not belong to the band of a tie that is cut in two: equal entries rank by their index."""
-    block = blocks + 6 * tl.program_id(0)
-    segment = tl.load(block)
+    group = groups + 4 * tl.program_id(0)
+    segment = tl.load(group)
     if _is_cut(2 * segment, keys, wanted, equal) | _is_cut(2 * segment + 1, keys, wanted, equal):
         i = tl.arange(0, BLOCK)
-        sent = _address(block, 4) + i
-        v = tl.load(sent, mask=i < tl.load(block + 1), other=0.0)
-        back = tl.zeros([BLOCK], tl.int1)
-        for which in tl.static_range(2):
-            slot = 2 * segment + which
-            if _is_cut(slot, keys, wanted, equal):
-                before = 0
-                for p in range(tl.load(first_block + segment), tl.program_id(0), BLOCK):
-                    inside = p + i < tl.program_id(0)
-                    before += tl.sum(tl.load(ties + 2 * (p + i) + which, mask=inside, other=0), axis=0)
-                same = _magnitude(v) == tl.load(keys + slot)
-                above = before + tl.cumsum(same.to(tl.int32), axis=0) <= tl.load(wanted + slot)
-                back |= same & (above if which == 0 else above == 0)
-        tl.store(sent, tl.zeros_like(v), mask=back)
-        if FEEDBACK:
-            tl.store(_address(block, 5) + i, v, mask=back)
+        for j in range(tl.load(group + 1), tl.load(group + 2)):
+            sent = _address(blocks + 6 * j, 4) + i
+            v = tl.load(sent, mask=i < tl.load(blocks + 6 * j + 1), other=0.0)
+            back = tl.zeros([BLOCK], tl.int1)
+            for which in tl.static_range(2):
+                slot = 2 * segment + which
+                if _is_cut(slot, keys, wanted, equal):
+                    before = 0
+                    for p in range(tl.load(first_block + segment), j, BLOCK):
+                        before += tl.sum(tl.load(ties + 2 * (p + i) + which, mask=p + i < j, other=0), axis=0)
+                    same = _magnitude(v) == tl.load(keys + slot)
+                    above = before + tl.cumsum(same.to(tl.int32), axis=0) <= tl.load(wanted + slot)
+                    back |= same & (above if which == 0 else above == 0)
+            tl.store(sent, tl.zeros_like(v), mask=back)
+            if FEEDBACK:
+                tl.store(_address(blocks + 6 * j, 5) + i, v, mask=back)

@@ -28,7 +28,7 @@ def _squares(blocks, sizes, pointers, segments, sums, BLOCK: tl.constexpr):
     segment, left, grads, _ = _locate(blocks, pointers, segments)
     i = tl.arange(0, BLOCK)
     v = tl.load(grads + i, mask=i < left, other=0.0)
-    tl.atomic_add(sums + segment, tl.sum(v * v))
+    tl.atomic_add(sums + segment, tl.sum(v * v), sem="relaxed")
 
 
 @triton.jit
