@@ -122,6 +122,9 @@ def attack(
                 add(scores, score(guess, true, gallery=gallery))
                 for kind, row in score_floor(true, gallery, derive_rng(seed, "floor", i), gallery=gallery).items():
                     add(floor.setdefault(kind, {}), row)
+                if len(truths) > 1:  # what the same guesses score on pictures they cannot show: luck, and nothing else
+                    stranger = truths[(i + 1) % len(truths)]
+                    add(floor.setdefault("another upload", {}), score(guess, stranger, gallery=gallery))
             known["attacks"][key] = {
                 "scores": scores,
                 "mean": {m: fmean(v) for m, v in scores.items()},
@@ -131,8 +134,10 @@ def attack(
                 "environment": record.environment(),
             }
             record.write_json(path, known)
-            mean = known["attacks"][key]["mean"]
-            print(text, key, {m: round(mean[m], 3) for m in ("ssim", "lpips", "identified") if m in mean}, flush=True)
+            entry = known["attacks"][key]
+            for kind, mean in {"attack": entry["mean"], **entry["floor"]}.items():
+                figures = {m: round(mean[m], 3) for m in ("ssim", "lpips", "rank", "identified") if m in mean}
+                print(text, key, kind, figures, flush=True)
 
 
 @app.command()

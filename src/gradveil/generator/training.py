@@ -131,8 +131,8 @@ class Trainer:
             made = error / (2 * self.settings.noise**2) + divergence + self.settings.adversarial * deceived
         self._descend(self.make, made)
         with torch.no_grad():
-            for kept, new in zip(self.kept.parameters(), self.makers["generator"].parameters(), strict=True):
-                kept.lerp_(new, 1 - self.settings.average)
+            new = list(self.makers["generator"].parameters())
+            torch._foreach_lerp_(list(self.kept.parameters()), new, 1 - self.settings.average)
         self.done += 1
         return {"error": error.detach(), "divergence": divergence.detach(), "judged": judged.detach()}
 
