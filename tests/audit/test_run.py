@@ -288,6 +288,22 @@ def test_own_model_data_and_aligned_defense() -> None:
     assert "mean=(0.3" in next(d.text for d in found.defenses if d.name == "transformed")  # told the normalisation
 
 
+def test_size_and_normalisation_of_the_users_model() -> None:
+    plan = Plan(model="lenet", data="photos", size=40, mean="0.5,0.4,0.3", std="0.2,0.2,0.25")
+    found = subject(plan)
+    assert found.victims.input_shape == (3, 40, 40)
+    assert [(d.mean, d.std) for d in (found.victims, found.private, found.public)] == [
+        ((0.5, 0.4, 0.3), (0.2, 0.2, 0.25))
+    ] * 3
+    for wrong, message in (
+        ({"mean": "0.5"}, "belong together"),
+        ({"mean": "grey", "std": "0.2"}, "mean must be numbers"),
+        ({"mean": "0.5,0.5", "std": "0.2,0.2"}, "need 3 entries"),
+    ):
+        with pytest.raises((ValueError, ConfigError), match=message):
+            subject(Plan(data="photos", **wrong))
+
+
 class Opaque(torch.autograd.Function):
     """An operation that can be differentiated backwards, but not forwards."""
 

@@ -13,8 +13,9 @@ from ..core import Attack, Defense, LossFn
 from ..data import Dataset
 from ..defenses import DEFENSES
 from ..spec import build, to_text
+from .assemble import subject
 from .pace import Event
-from .plan import Plan, subject
+from .plan import Plan
 from .render import to_html, to_markdown
 from .report import Report
 from .run import Audit

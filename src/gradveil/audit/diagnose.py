@@ -105,7 +105,8 @@ def wrong_normalisation(sent: Sequence[Sent], data: Dataset) -> Finding | None:
         "The normalisation looks wrong",
         f"Inputs have mean {float(inputs.mean()):.2f} and standard deviation {spread:.2f} (expected near 0 and 1); "
         f"{100 * outside:.0f} % of the pixels lie beyond black or white.",
-        "Give the mean and std the model is trained with; the attacker searches the box they define.",
+        "Give the mean and std the model is trained with (--mean and --std, or in the Dataset): the attacker searches "
+        "the box they define.",
     )
 
 

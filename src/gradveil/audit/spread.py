@@ -45,7 +45,7 @@ def spread(
 
 def attack_cell(job: Job) -> Any:
     """Do one job: attack one cell, and return its report as plain data."""
-    from .plan import subject
+    from .assemble import subject
 
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job["plan"].items()}
     plan = Plan(**values)

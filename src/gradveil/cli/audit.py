@@ -21,7 +21,7 @@ from . import app, err, out
 from .options import with_options
 
 Repeat = Annotated[list[str] | None, typer.Option(help="May be repeated; name=... gives it a name in the report.")]
-OF_THE_RUN = ("model", "weights", "data")  # settings a checkpoint settles
+OF_THE_RUN = ("model", "weights", "data", "size", "mean", "std")  # settings a checkpoint settles
 STYLES = {"leaks": "red", "holds": "green", "incomplete": "yellow"}
 
 
