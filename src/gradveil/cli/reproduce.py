@@ -45,7 +45,7 @@ def _command(name: str) -> None:
         seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2.")] = "0",
         folder: Folder = Path("results"),
         minutes: Annotated[float | None, typer.Option(help="Stop cleanly after this long.")] = None,
-        cells: Annotated[str, typer.Option(help="Only cells whose name matches, such as 'ig*_dgp_*'.")] = "*",
+        cells: Annotated[str, typer.Option(help="Only cells whose name matches, such as 'ig*_dgp_*,rob*'.")] = "*",
         train: Annotated[bool, typer.Option("--train", help="Full scale: also run the missing training runs.")] = False,
         dry: Annotated[bool, typer.Option("--dry", help="Only list the cells.")] = False,
     ) -> None:

@@ -62,12 +62,13 @@ def run(
     pattern: str = "*",
     tell: Callable[[Outcome, int, int], None] = lambda outcome, done, total: None,
 ) -> list[Outcome]:
-    """Do the cells of a table that match `pattern` and are not recorded yet.
+    """Do the cells of a table that match `pattern` (several by commas) and are not recorded yet.
 
     Guarantees: a result file is whole or absent; the same command run again goes on where this one stopped. A cell
     that breaks is reported as failed and leaves no file, and the others go on.
     """
-    cells = [c for c in worklist(name, session.scale, tuple(seeds)) if fnmatch(key(c), pattern)]
+    patterns = pattern.split(",")
+    cells = [c for c in worklist(name, session.scale, tuple(seeds)) if any(fnmatch(key(c), p) for p in patterns)]
     took: dict[str, float] = {}  # what the last cell of each attacker took
     outcomes = []
     for done, cell in enumerate(cells, start=1):
