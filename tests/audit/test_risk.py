@@ -108,6 +108,15 @@ def test_rank_correlation() -> None:
     assert of([1, 2, 3, 4, math.nan], [1, 2, 3, 4, 5]) == pytest.approx(1.0)
 
 
+def test_an_impatient_score_looks_at_the_coarsest_directions_only(scene, monkeypatch) -> None:
+    found, uploads = scene
+    full = risk.fast_score(uploads, found, seed=0)
+    monkeypatch.setattr(risk, "PATIENCE", 0.0)
+    short = risk.fast_score(uploads, found, seed=0)
+    assert short.directions == risk.AT_ONCE < full.directions
+    assert all(len(one.readable) == 1 for one in short.risks)
+
+
 def test_nothing_global_is_drawn(scene) -> None:
     before = torch.random.get_rng_state()
     found, uploads = scene

@@ -24,6 +24,8 @@ FADED = 1e-5  # first layer's gradient per entry against the last layer's
 SURE = 0.999  # mean largest probability from which outputs count as saturated
 INPUT_RANGE = (0.3, 3.0)  # standard deviation of sensibly normalised inputs
 OFF_CENTRE = 1.0
+BLACK = 2.5  # how far from 0 a black picture is
+ENOUGH = 4  # pictures from which their mean and spread say something: one alone may be dark, or flat
 OUTSIDE = 0.01  # share of pixels beyond black or white from which the constants cannot be right
 APART = 0.9  # cosine below which two gradients are different problems
 UNMATCHED = 0.05  # cosine loss from which an optimiser has not arrived
@@ -98,7 +100,8 @@ def wrong_normalisation(sent: Sequence[Sent], data: Dataset) -> Finding | None:
     spread, centre = float(inputs.std()), float(inputs.mean().abs())
     lost = (normalise(to_pixels(inputs, data.mean, data.std), data.mean, data.std) - inputs).abs() > 1e-3
     outside = float(lost.double().mean())
-    if INPUT_RANGE[0] <= spread <= INPUT_RANGE[1] and centre <= OFF_CENTRE and outside < OUTSIDE:
+    low, middle = (INPUT_RANGE[0], OFF_CENTRE) if len(inputs) >= ENOUGH else (0.0, BLACK)
+    if low <= spread <= INPUT_RANGE[1] and centre <= middle and outside < OUTSIDE:
         return None
     return Finding(
         "wrong_normalisation",

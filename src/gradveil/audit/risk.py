@@ -31,7 +31,8 @@ SIDE = 4  # directions per channel: SIDE x SIDE cosines
 SAMPLE = 200_000  # gradient entries looked at; more add nothing to a Gram matrix of 48 directions
 RELATIVE_NOISE = 1e-3  # what an optimiser leaves unmatched, as a share of the size of the sent values
 AT_ONCE = 8  # directions pushed through the model together
-PATIENCE = 30.0  # seconds after which no further picture is begun
+PATIENCE = 20.0  # seconds after which no further direction, and no further picture, is begun
+SETTLED = 0.01  # relative change at which the spectral norm counts as found
 
 
 def smooth_directions(shape: tuple[int, ...]) -> Tensor:
@@ -65,9 +66,13 @@ def prior_variance(public: Dataset, directions: Tensor) -> Tensor:
 
 
 class Jacobian:
-    """The directions pushed through one model at one private batch; masks and noise come later and are cheap."""
+    """The directions pushed through one model at one private batch; masks and noise come later and are cheap.
 
-    def __init__(self, sent: Sent, directions: Tensor, seed: int) -> None:
+    After `patience` seconds no further directions are pushed: `columns` holds those that were.
+    """
+
+    def __init__(self, sent: Sent, directions: Tensor, seed: int, patience: float = math.inf) -> None:
+        started = time.monotonic()
         self.names = list(sent.grads)
         rng = derive_rng(seed, "risk", 0)
         self.size = sum(g.numel() for g in sent.grads.values())
@@ -76,14 +81,21 @@ class Jacobian:
         self.chosen = chosen.to(device)
         gradient_of = gradient_function(sent.seen.model, sent.seen.loss_fn, sent.trained_on.labels)
         inputs = self.inputs = sent.trained_on.inputs
-        self.spectral_norm = jacobian_spectral_norm(sent.seen.model, sent.seen.loss_fn, sent.trained_on, rng=rng)
+        self.spectral_norm = jacobian_spectral_norm(
+            sent.seen.model, sent.seen.loss_fn, sent.trained_on, rng=rng, tolerance=SETTLED
+        )
 
         def push(direction: Tensor) -> Tensor:
             moved: Grads = jvp(gradient_of, (inputs,), (direction.expand_as(inputs),))[1]
             return self.flat(moved)
 
         # [k, entries]: the picture is the same in every example of the batch, so this is meant for batches of one
-        self.columns = vmap(push, chunk_size=AT_ONCE, randomness="same")(directions.to(inputs))
+        columns = []
+        for few in directions.to(inputs).split(AT_ONCE):
+            columns.append(vmap(push, randomness="same")(few))
+            if time.monotonic() - started > patience:
+                break
+        self.columns = torch.cat(columns)
 
     def flat(self, grads: Grads) -> Tensor:
         """Return the chosen entries of a gradient."""
@@ -124,11 +136,14 @@ def fast_score(uploads: Callable[[str], Sequence[Sent]], subject: Subject, seed:
     started = time.monotonic()
     directions = smooth_directions(subject.victims.input_shape)
     variance = prior_variance(subject.public, directions)
+    order = variance.argsort(descending=True)  # the coarsest first: a large model gets no further
+    directions, variance = directions[order], variance[order]
     bare: list[Jacobian] = []
     for sent in uploads(BASELINE):
         if bare and time.monotonic() - started > PATIENCE:
             break  # a fast score that is not fast is no use: the rest go without
-        bare.append(Jacobian(sent, directions, seed))
+        bare.append(Jacobian(sent, directions, seed, math.inf if bare else PATIENCE))
+        directions, variance = directions[: len(bare[0].columns)], variance[: len(bare[0].columns)]
     risks = []
     for name in subject.defenses:
         readable, bounds = [], []
