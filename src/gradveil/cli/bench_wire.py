@@ -43,7 +43,7 @@ class Phase:
 
     down: list[int] = field(default_factory=list)  # bytes, one entry per client asked
     up: list[int] = field(default_factory=list)
-    work: list[float] = field(default_factory=list)  # seconds of each client, training left out
+    work: list[float] = field(default_factory=list)  # processor seconds of each client, training left out
     heaviest: tuple[list[bytes], list[bytes]] = ((), ())  # type: ignore[assignment]
 
 
@@ -74,7 +74,7 @@ class Measured:
 
     @property
     def work_seconds(self) -> float:
-        """Seconds that do not depend on the link."""
+        """Seconds that do not depend on the link, as if each side had one core to itself."""
         # Clients do equal work, one after the other here: the slowest would only show what else the machine did.
         return self.server_seconds + sum(median(phase.work) for phase in self.phases)
 
@@ -89,7 +89,8 @@ def wire(
     """Measure upload, download and round time of dense FedAvg, Top-k, DGP, ADGP and the hardened form in Flower.
 
     Real Flower messages, built by the real strategy, app and mod, and moved byte by byte through a rate-limited TCP
-    relay. Each client has a link of its own; the server's is not limited; training time is left out.
+    relay. Each client has a link of its own; the server's is not limited. Work is counted in processor seconds;
+    training and waiting for disks are left out.
     """
     try:
         import flwr  # noqa: F401
@@ -152,9 +153,9 @@ def _measure(
             return [self.deliver(message) for message in questions]
 
         def deliver(self, message: "Message") -> "Message":
-            began = time.monotonic()
+            began = time.process_time()
             reply: Message = super().deliver(message)
-            seconds = time.monotonic() - began
+            seconds = time.process_time() - began
             self.busy += seconds
             down, up = wire_bytes(message), wire_bytes(reply)
             phase = self.phases[-1]
@@ -163,7 +164,7 @@ def _measure(
             phase.down.append(sum(map(len, down)))
             phase.up.append(sum(map(len, up)))
             phase.work.append(seconds)
-            self.weighing += time.monotonic() - began - seconds
+            self.weighing += time.process_time() - began - seconds
             return reply
 
         busy = weighing = 0.0
@@ -175,9 +176,9 @@ def _measure(
     arrays = ArrayRecord(start)
     for round_ in range(1, ROUNDS + 1):
         grid.phases, grid.busy, grid.weighing = [], 0.0, 0.0
-        began = time.monotonic()
+        began = time.process_time()
         arrays = _one_round(strategy, grid, arrays, round_)
-        server = time.monotonic() - began - grid.busy - grid.weighing
+        server = time.process_time() - began - grid.busy - grid.weighing
     return Measured(method, clients, grid.phases, server)
 
 
