@@ -36,12 +36,15 @@ def environment() -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the checkout this package runs from, `+` for changed files, or None outside one.
 
-    `GRADVEIL_COMMIT` speaks for a copy of a checkout that was made without its history.
+    `GRADVEIL_COMMIT` speaks for a copy of a checkout, whose history may be missing or older than its files.
     """
+    named = os.environ.get("GRADVEIL_COMMIT")
+    if named:
+        return named
     folder = Path(__file__).resolve().parent
     head = _git(folder, "rev-parse", "HEAD")
     if head is None:
-        return os.environ.get("GRADVEIL_COMMIT")
+        return None
     return f"{head}+" if _git(folder, "status", "--porcelain", "--untracked-files=no", ".") else head
 
 

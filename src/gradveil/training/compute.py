@@ -17,7 +17,7 @@ from ..veil import derive_rng
 from . import statistics
 from .flat import Layout
 from .job import Job
-from .protectors import Rows, UserStep
+from .protectors import Rows
 
 LANES = 10  # branches of the graph that may run at once
 SMALL_PICTURE = 512  # entries; on pictures of CIFAR's size a loop over the users is the faster one
@@ -53,7 +53,7 @@ class Compute:
         self._targets = [list(self.layout.views(row).values()) for row in self.rows.grads]
         self._buffers = [self.buffer_layout.views(row) for row in self.statistics]
         self._batches: list[Batch] = []  # what the graph reads
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # without and with a step of the users' own
+        self._graph: torch.cuda.CUDAGraph | None = None
         self._lanes = [torch.cuda.Stream(device) for _ in range(min(lanes, users))] if device.type == "cuda" else []
         self._vectorised = device.type == "cpu" and half is None and _is_plain(job)
         self.load_buffers([buffers] * users)
@@ -70,8 +70,8 @@ class Compute:
             common = self.statistics.mean(0) if how == "average" else self.statistics[0].clone()
             self.statistics.copy_(common.expand_as(self.statistics))
 
-    def run(self, batches: Sequence[Batch], round_: int, then: UserStep | None = None) -> None:
-        """Fill gradients, losses and statistics; on a GPU, let each user go on with `then`, the same in every call."""
+    def run(self, batches: Sequence[Batch], round_: int) -> None:
+        """Fill gradients, losses and statistics."""
         if self._job.device.type != "cuda":
             self._refresh()
             if self._vectorised:
@@ -81,7 +81,7 @@ class Compute:
                 torch.default_generator.manual_seed(self._seed(str(user), round_))
                 self._one_user(user, batch)
             return
-        graph = self._graphs.get(then is not None) or self._capture(batches, then)
+        graph = self._graph or self._capture(batches)
         torch._foreach_copy_([b.inputs for b in self._batches], [b.inputs for b in batches])
         torch._foreach_copy_([b.labels for b in self._batches], [b.labels for b in batches])
         torch.cuda.manual_seed(self._seed("all", round_))
@@ -90,25 +90,23 @@ class Compute:
     def _seed(self, who: str, round_: int) -> int:
         return derive_rng(self._job.settings.seed, who, round_, "layers").initial_seed()
 
-    def _capture(self, batches: Sequence[Batch], then: UserStep | None) -> torch.cuda.CUDAGraph:
-        self._batches = self._batches or [Batch(b.inputs.clone(), b.labels.clone()) for b in batches]
-        changed = [self.statistics, *(then.changes if then else ())]
-        before = [tensor.clone() for tensor in changed]
+    def _capture(self, batches: Sequence[Batch]) -> torch.cuda.CUDAGraph:
+        self._batches = [Batch(b.inputs.clone(), b.labels.clone()) for b in batches]
+        before = self.statistics.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(WARM_UPS):
-                self._all_users(then)
+                self._all_users()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._all_users(then)
-        for tensor, old in zip(changed, before, strict=True):
-            tensor.copy_(old)
-        self._graphs[then is not None] = graph
+            self._all_users()
+        self.statistics.copy_(before)
+        self._graph = graph
         return graph
 
-    def _all_users(self, then: UserStep | None) -> None:
+    def _all_users(self) -> None:
         self._refresh()
         main = torch.cuda.current_stream()
         for lane in self._lanes:
@@ -116,8 +114,6 @@ class Compute:
         for user, batch in enumerate(self._batches):
             with torch.cuda.stream(self._lanes[user % len(self._lanes)]):
                 self._one_user(user, batch)
-                if then is not None:
-                    then.run(user)
         for lane in self._lanes:
             main.wait_stream(lane)
 

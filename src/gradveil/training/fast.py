@@ -57,7 +57,6 @@ class FastTrainer:
         self.model = job.model
         self._compute = Compute(job, lanes)
         self._protector = protector_for(job.defense, self._compute.rows, job)
-        self._user_step = self._protector.user_step()
         self._momentum = torch.zeros_like(self._compute.weights)
         sizes = torch.tensor(job.feed.sizes, device=job.device, dtype=torch.float32)
         self._shares = None if (sizes == sizes[0]).all() else (sizes / sizes.sum())[:, None]
@@ -156,15 +155,9 @@ class FastTrainer:
         whole = job.feed.gather(draw)
         parts = zip(whole.inputs.split(job.feed.sizes), whole.labels.split(job.feed.sizes), strict=True)
         batches = self._protector.prepare(index, [Batch(*part) for part in parts])
-        # A sample round looks at the gradients before they are protected, and times that.
-        sampled = index % self._wire_every == 0
-        then = None if sampled else self._user_step
-        compute.run(batches, index, then)
-        probe = self._probe(index) if sampled else None
-        if probe is not None:
-            sent = probe.timed_step(index, batches)
-        else:
-            sent = compute.rows.grads if then else self._protector.step(index, batches)
+        compute.run(batches, index)
+        probe = None if index % self._wire_every else self._probe(index)
+        sent = self._protector.step(index, batches) if probe is None else probe.timed_step(index, batches)
         mean = sent.mean(0) if self._shares is None else (sent * self._shares).sum(0)
         # Encoding takes a CPU thread a second at most, while the GPU goes on.
         found = None if probe is None else self._encoder.submit(probe.measure(sent, mean))

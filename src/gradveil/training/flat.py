@@ -52,7 +52,7 @@ class Layout:
 
 
 class InPlace:
-    """Selection that overwrites its tensors; on a GPU with fixed addresses and no waiting."""
+    """Selection that overwrites its tensors; on a GPU at fixed addresses, without waiting, in one launch."""
 
     def __init__(
         self, tensors: list[Tensor], bands: list[tuple[int, int]], residuals: list[Tensor] | None = None
@@ -60,10 +60,16 @@ class InPlace:
         self._tensors, self._bands, self._residuals = tensors, bands, residuals
         on_gpu = tensors[0].is_cuda and gpu.AVAILABLE
         self._selector = gpu.Selector(tensors, residuals, tensors, residuals or tensors, bands) if on_gpu else None
+        self._graph: torch.cuda.CUDAGraph | None = None
 
     def __call__(self) -> None:
-        if self._selector is not None:
-            self._selector.run()
+        if self._graph is not None:
+            self._graph.replay()
+        elif self._selector is not None:
+            self._selector.run()  # compiles the kernels, which recording them does not
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._selector.run()
         elif self._residuals is None:
             torch._foreach_copy_(self._tensors, select.prune(self._tensors, self._bands))
         else:

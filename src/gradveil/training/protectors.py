@@ -4,7 +4,7 @@ A protector owns the users' defense states. `step` may overwrite the gradients a
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,14 +42,6 @@ class Rows:
         return [part for row in rows for part in self.layout.segments(row)]
 
 
-@dataclass(frozen=True)
-class UserStep:
-    """The step of one user alone, on a GPU, for a graph to hold: the others' passes go on meanwhile."""
-
-    run: Callable[[int], None]
-    changes: list[Tensor]  # besides the gradients
-
-
 class Protector(ABC):
     """One defense for all users."""
 
@@ -65,10 +57,6 @@ class Protector(ABC):
     @abstractmethod
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         """Protect the gradients of a round; return `[users, length]`."""
-
-    def user_step(self) -> UserStep | None:
-        """Return what does to `rows.grads[user]` what `step` does to all, the same in every round, if there is such."""
-        return None
 
     def states(self) -> list[State]:
         """Return the defense state of every user."""
@@ -118,27 +106,15 @@ class Band(_Feedback):
 
     def __init__(self, defense: Defense, operator: DualPrune | TopK, rows: Rows) -> None:
         super().__init__(defense, rows, feedback=isinstance(defense, ErrorFeedback))
-        self._bands = [operator.band(n) for n in rows.layout.sizes]
-        self._prune = self._pruning(slice(None), self._bands * rows.users)
-        self._alone: list[InPlace] = []
+        bands = [operator.band(n) for n in rows.layout.sizes] * rows.users
+        self._prune = InPlace(rows.segments(rows.grads), bands, None if self.held is None else rows.segments(self.held))
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         self._prune()
         return self.rows.grads
 
-    def user_step(self) -> UserStep | None:
-        if not (self.rows.grads.is_cuda and gpu.AVAILABLE):
-            return None
-        self._alone = [self._pruning(slice(user, user + 1), self._bands) for user in range(self.rows.users)]
-        return UserStep(lambda user: self._alone[user](), [] if self.held is None else [self.held])
-
     def require_finite(self) -> None:
-        for prune in (self._prune, *self._alone):
-            prune.require_finite()
-
-    def _pruning(self, users: slice, bands: list[tuple[int, int]]) -> InPlace:
-        rows, held = self.rows, self.held
-        return InPlace(rows.segments(rows.grads[users]), bands, None if held is None else rows.segments(held[users]))
+        self._prune.require_finite()
 
 
 class Aligned(_Feedback):
