@@ -146,6 +146,11 @@ def test_hostile_names_stay_text(browser, hostile_report: Report, tmp_path) -> N
     no_errors(browser)
 
 
+def set_slider(browser: Any, name: str, value: float) -> None:
+    script = "const s = document.getElementById(arguments[0]); s.value = arguments[1];"
+    browser.execute_script(script + "s.dispatchEvent(new Event('input', {bubbles: true}))", name, value)
+
+
 DROP = """
 const bytes = Uint8Array.from(atob(arguments[0]), (c) => c.charCodeAt(0));
 const held = new DataTransfer();
@@ -163,9 +168,11 @@ def test_dropped_picture_and_two_tabs(browser, base: str, report: Report) -> Non
     first = browser.current_window_handle
     browser.execute_script(DROP, report.originals[0].png)
     wait(lambda: browser.find_element(by.CSS_SELECTOR, "#own input").is_selected())
+    set_slider(browser, "steps", 50)
     browser.find_element(by.ID, "run").click()
     browser.switch_to.new_window("tab")
     browser.get(f"{base}/")
+    set_slider(browser, "steps", 50)
     browser.find_element(by.ID, "run").click()
     shown = {}
     for tab in (browser.current_window_handle, first):
@@ -186,11 +193,7 @@ def test_live_page_runs_stops_and_reports_errors(browser, base: str, tmp_path) -
     def status() -> str:
         return browser.find_element(by.ID, "status").text
 
-    def set_slider(name: str, value: float) -> None:
-        script = "const s = document.getElementById(arguments[0]); s.value = arguments[1];"
-        browser.execute_script(script + "s.dispatchEvent(new Event('input', {bubbles: true}))", name, value)
-
-    set_slider("steps", 50)
+    set_slider(browser, "steps", 50)
     browser.find_element(by.ID, "run").click()
     wait(lambda: status() == "Done.")
     assert float(browser.find_element(by.ID, "ssim").text) > 0
@@ -201,7 +204,7 @@ def test_live_page_runs_stops_and_reports_errors(browser, base: str, tmp_path) -
 
     browser.find_element(by.ID, "defense").send_keys("none")
     assert not visible(browser, "#top")
-    set_slider("steps", 2000)
+    set_slider(browser, "steps", 2000)
     browser.find_element(by.ID, "run").click()
     wait(
         lambda: (

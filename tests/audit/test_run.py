@@ -289,19 +289,16 @@ def test_own_model_data_and_aligned_defense() -> None:
 
 
 def test_size_and_normalisation_of_the_users_model() -> None:
-    plan = Plan(model="lenet", data="photos", size=40, mean="0.5,0.4,0.3", std="0.2,0.2,0.25")
-    found = subject(plan)
-    assert found.victims.input_shape == (3, 40, 40)
-    assert [(d.mean, d.std) for d in (found.victims, found.private, found.public)] == [
-        ((0.5, 0.4, 0.3), (0.2, 0.2, 0.25))
-    ] * 3
+    found = subject(Plan(model="lenet", data="digits", size=12, mean="0.5", std="0.2"))
+    assert found.victims.input_shape == (1, 12, 12)
+    assert [(d.mean, d.std) for d in (found.victims, found.private, found.public)] == [((0.5,), (0.2,))] * 3
     for wrong, message in (
         ({"mean": "0.5"}, "belong together"),
         ({"mean": "grey", "std": "0.2"}, "mean must be numbers"),
-        ({"mean": "0.5,0.5", "std": "0.2,0.2"}, "need 3 entries"),
+        ({"mean": "0.5,0.5", "std": "0.2,0.2"}, "need 1 entries"),
     ):
         with pytest.raises((ValueError, ConfigError), match=message):
-            subject(Plan(data="photos", **wrong))
+            subject(Plan(data="digits", **wrong))
 
 
 class Opaque(torch.autograd.Function):

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..audit import Audit, Event, Plan, Report, subject, summary, to_html, to_markdown, words, write
 from ..audit.compare import compare_reports, settings_changed
@@ -161,7 +161,8 @@ def _bars(bar: Progress) -> Any:
 
 
 def _table(report: Report) -> Table:
-    table = Table("defense", "verdict", *(f"{c}: worst SSIM (blind)" for c in COLUMNS), "bytes", "accuracy")
+    heads = ("defense", "verdict", *(f"{c}: worst SSIM (blind)" for c in COLUMNS), "bytes", "accuracy")
+    table = Table(*(Column(head, overflow="fold") for head in heads))
     for defense in report.defenses:
         verdict = report.judgement(defense.name).verdict
         parts = [report.judgement(defense.name, column) for column in COLUMNS]
