@@ -235,10 +235,22 @@ def test_active_attack_is_shown_without_and_with_the_guard(planted: Report) -> N
 
 def test_the_setting_decides_which_of_both_is_judged(planted: Report) -> None:
     guarded = replace(planted, settings={**planted.settings, "guard": True})
-    found = {j.defense: j.verdict for j in judge(guarded) if j.column is None}
-    assert found == {"none": "leaks", "dgp": "holds", "drowned": "holds"}
-    page = gradveil.audit.to_html(replace(guarded, judgements=judge(guarded)))
-    assert "rob, without the guard" in page  # what the guard hides is still shown
+    guarded = replace(guarded, judgements=judge(guarded))
+    found = {j.defense: j.verdict for j in guarded.judgements if j.column is None}
+    # The guard stopped the attack; the defense behind it was never attacked.
+    assert found == {"none": "leaks", "dgp": "incomplete", "drowned": "incomplete"}
+    assert "the guard refused every attack" in guarded.judgement("dgp").reasons[0]
+    assert "rob, without the guard" in gradveil.audit.to_html(guarded)  # what the guard hides is still shown
+
+
+def test_a_guard_shares_the_credit() -> None:
+    noise = "gaussian_noise(std=10.0)"
+    settings = {**QUICK, "pictures": 2, "guard": True}
+    found = gradveil.audit(defenses=[noise], attacks=["rob", READERS[0]], **settings)
+    assert found.judgement(noise).verdict == "holds"
+    assert gradveil.audit.to_markdown(found).startswith(
+        "### gaussian\\_noise(std=10.0) holds against these attacks behind"
+    )
 
 
 def test_an_attack_that_finds_nothing_is_a_result(planted: Report) -> None:

@@ -51,9 +51,12 @@ def test_attack_that_fails_without_defense_proves_nothing(report: Report) -> Non
     assert verdict(weak, "dgp") == "leaks"  # a leak is a leak all the same
 
 
-def test_refused_counts_as_nothing_recovered(report: Report) -> None:
-    refused = change(report, lambda r: r.defense == "hardened", status="refused", scores={}, identified=[])
-    assert verdict(refused, "hardened") == "holds"
+def test_refused_counts_as_nothing_recovered_but_not_as_withstood(report: Report) -> None:
+    def refused(which):
+        return change(report, which, status="refused", scores={}, identified=[])
+
+    assert verdict(refused(lambda r: r.defense == "hardened" and r.attack == "mask_aware"), "hardened") == "holds"
+    assert verdict(refused(lambda r: r.defense == "hardened"), "hardened") == "incomplete"
 
 
 def test_one_leaked_picture_among_many_is_a_leak() -> None:

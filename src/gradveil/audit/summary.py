@@ -19,7 +19,8 @@ def headline(report: Report) -> str:
         every = not groups["holds"] and not groups["incomplete"] and len(groups["leaks"]) > 1
         parts.append(f"Pictures leak under {'every defense tested' if every else listed(groups['leaks'])}")
     if groups["holds"]:
-        parts.append(f"{listed(groups['holds'])} hold{'s' if len(groups['holds']) == 1 else ''} against these attacks")
+        verb = "holds" if len(groups["holds"]) == 1 else "hold"
+        parts.append(f"{listed(groups['holds'])} {verb} against these attacks{_behind(report)}")
     if groups["incomplete"]:
         parts.append(f"{listed(groups['incomplete'])} cannot be judged yet")
     return "; ".join(parts)
@@ -128,10 +129,18 @@ def _choice(report: Report, holds: list[str]) -> str:
     bare = known.get(BASELINE)
     able = [name for name in holds if name in known]
     if not able or bare is None:
-        return f"{listed(holds)} stopped every attack tried here; measure the cost in accuracy with gradveil train."
+        names = f"{listed(holds)}{_behind(report)}"
+        return f"{names} stopped every attack tried here; measure the cost in accuracy with gradveil train."
     best = max(able, key=known.__getitem__)
-    first = f"{best} stopped every attack tried here" if len(holds) == 1 else f"Of those that hold, {best} costs least"
+    alone = f"{best}{_behind(report)} stopped every attack tried here"
+    first = alone if len(holds) == 1 else f"Of those that hold, {best} costs least"
     return f"{first}: a small test network reaches {percent(known[best])} accuracy under it, {percent(bare)} without."
+
+
+def _behind(report: Report) -> str:
+    """Say that part of the credit is the guard's, where clients with one were judged."""
+    guarded = bool(report.settings.get("guard")) and any(attack.active for attack in report.attacks)
+    return " behind the guard" if guarded else ""
 
 
 def _readable(report: Report, defense: str) -> float:

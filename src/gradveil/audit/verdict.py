@@ -12,7 +12,8 @@ An attack *beats* blind guessing when at least one of these is true, each measur
 
 A defense *leaks* if any attack beats blind guessing. It *holds* only if every attack ran, each beats blind guessing
 without the defense, and none does with it. Everything else is *incomplete*. Holding is a statement about these attacks
-on these pictures, not a proof.
+on these pictures, not a proof. What a guard refuses was not withstood by the defense behind it: with refusals only, the
+verdict is *incomplete*.
 """
 
 import math
@@ -123,7 +124,7 @@ def judge(report: Report) -> list[Judgement]:
 def _judge_column(report: Report, defense: str, column: Column) -> Judgement:
     guess, floor = best_floor(report, column)
     tests: dict[str, Comparison] = {}
-    beaten, missing = [], []
+    beaten, missing, refused = [], [], 0
     for attack in report.attacks:
         row = counted(report, column, defense, attack.name)
         test = None if row is None else against_floor(report, row)
@@ -131,12 +132,15 @@ def _judge_column(report: Report, defense: str, column: Column) -> Judgement:
             missing.append(f"{attack.name} has no result: {row.note if row and row.note else 'it did not run'}")
             continue
         tests[attack.name] = test
+        refused += row is not None and row.status == "refused"
         if test.beats:
             beaten.append(f"{attack.name}: {test.why}")
         control = report.find(column, BASELINE, attack.name)
         proof = None if control is None else against_floor(report, control)
         if proof is None or not proof.beats:
             missing.append(f"{attack.name} is not shown to work here without a defense")
+    if tests and refused == len(tests):
+        missing.append("the guard refused every attack, so the defense itself was not attacked: add a passive attack")
     verdict: Verdict = "leaks" if beaten else "incomplete" if missing or not tests else "holds"
     worst = max(tests, key=lambda name: tests[name].mean, default=None)
     reasons = beaten if beaten else missing or [f"no attack beats blind guessing ({guess})"]

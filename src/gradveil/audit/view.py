@@ -73,17 +73,16 @@ def tiles(report: Report) -> dict[str, Any] | None:
     place = max(range(len(leads)), key=leads.__getitem__)
     shown = []
     for defense in report.defenses:
-        best = _best_at(report, defense.name, place)
+        rows = [r for r in report.rows if r.column == "diagnostic" and r.defense == defense.name and counts(report, r)]
+        best = max(
+            (r for r in rows if len(r.pictures) > place), key=lambda r: _or_low(r.scores["ssim"][place]), default=None
+        )
+        nothing = "nothing was sent" if any(r.status == "refused" for r in rows) else "no result"
         verdict = report.judgement(defense.name).verdict
-        shown.append({"label": words.label(defense.name), "verdict": verdict, "row": best, "place": place})
+        label = words.label(defense.name)
+        shown.append({"label": label, "verdict": verdict, "row": best, "place": place, "nothing": nothing})
     original = report.originals[report.column("diagnostic").pictures[place]]
     return {"original": original, "shown": shown, "blind": row.floor[place]}
-
-
-def _best_at(report: Report, defense: str, place: int) -> Row | None:
-    rows = [r for r in report.rows if r.column == "diagnostic" and r.defense == defense and counts(report, r)]
-    shown = [r for r in rows if len(r.pictures) > place]
-    return max(shown, key=lambda r: _or_low(r.scores["ssim"][place]), default=None)
 
 
 def wall(report: Report, column: Column) -> dict[str, Any]:
