@@ -1,6 +1,7 @@
 """The guides are programs: every block that names a file is run as it stands."""
 
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,17 @@ def blocks(guide: str) -> dict[str, str]:
     """Return the Python blocks of a guide by the file name in their first line."""
     found = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (DOCS / guide).read_text(), re.S)
     return dict(found)
+
+
+def test_the_flower_guide_quotes_what_was_measured() -> None:
+    measured = json.loads((DOCS.parent / "results/bench/wire.json").read_text())
+    guide = (DOCS / "flower.md").read_text()
+    for row in measured["rows"]:
+        sizes = f"| {row['method']} | {row['upload'] / 1e6:.1f} MB | {row['download'] / 1e6:.1f} MB |"
+        times = " | ".join(f"{seconds:.1f} s" for seconds in row["round_seconds"].values())
+        edge = "" if row["method"] == "dense" else f"{row['break_even_mbit']:.0f} Mbit/s"
+        (line,) = [line for line in guide.splitlines() if line.startswith(sizes)]
+        assert line.endswith(f"| {times} | {edge} |")
 
 
 @pytest.mark.engine
