@@ -17,11 +17,11 @@ test: setup  ## Run every test
 test-quick: setup  ## Run the tests that start no engine processes and no browser
 	$(BIN)/pytest -n 2 --dist loadfile -m "not engine and not slow and not browser"
 
-check: setup  ## Format, lint, types, then the quick tests
+check: setup  ## Format, lint, types, then every test
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(MAKE) test-quick
+	$(MAKE) test
 
 setup: $(STAMP)  ## Make the virtual environment if it is missing or out of date
 
