@@ -1,204 +1,238 @@
-"""Leakage against accuracy against bytes, for any list of defenses: one JSON per defense, and a picture.
+"""Leakage against accuracy against bytes, for any list of defenses, the variants of `variants.py` among them.
 
-    python examples/frontier.py attack --model resnet18 --defense dgp --defense "hardened(noise=64.0)" --device cuda
+    python examples/frontier.py attack --model resnet18 --defense dgp --defense "hardened(noise=32.0)" --device cuda
+    python examples/frontier.py attack --defense dgp --attack "chained(gradient_matching(steps=300))" --age 5
     python examples/frontier.py train --defense dgp --epochs 20 --device cuda
-    python examples/frontier.py draw
+    python examples/frontier.py draw --model resnet18
+    python examples/frontier.py table docs/hardened.md
 
-Every step skips what its result file already holds, so a long frontier can be spread over several sittings.
+Every attack and every training run is a file of its own below `results/frontier`, and what is there already is
+skipped: a long frontier can be spread over several sittings and machines.
 """
 
-import re
+import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
 
-import matplotlib
 import torch
 import typer
+from frontier_view import Store, draw_picture, fill_page
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from variants import VARIANTS, Gathered
 
-from gradveil import Batch, Observation, ThreatModel, Veil, data, models, observe, record
+from gradveil import Defense, Observation, ThreatModel, Veil, data, gradient, models, observe, record
 from gradveil.attacks import ATTACKS
-from gradveil.data import to_pixels
-from gradveil.defenses import DEFENSES
+from gradveil.data import Dataset, to_pixels
+from gradveil.defenses import DEFENSES, Hardened
 from gradveil.gradients import parameters
 from gradveil.metrics import score, score_floor
 from gradveil.spec import build
-from gradveil.training import Settings
-from gradveil.training.run import run
+from gradveil.training import Settings, load_checkpoint
+from gradveil.training.run import CHECKPOINT, run
 from gradveil.veil import derive_rng
+
+DEFENSES.update(VARIANTS)  # so that training finds them by name too
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Defenses = Annotated[list[str], typer.Option("--defense", help="a defense as gradveil list writes it; repeatable")]
+Model = Annotated[str, typer.Option(help="the model that is trained or attacked")]
+Data = Annotated[str, typer.Option("--data", help="cifar10, cifar100, digits, photos or a folder")]
+Root = Annotated[str, typer.Option(help="where CIFAR lies; empty: the usual places")]
 Out = Annotated[Path, typer.Option(help="folder of the result files")]
+Runs = Annotated[Path, typer.Option(help="folder of checkpoints")]
 GALLERY = 99  # other pictures in the line-up of the identification
+USERS, BATCH = 10, 32  # of a training run: the paper's
 
 
-def cell(out: Path, defense: str) -> Path:
-    """Return the result file of a defense."""
-    return out / (re.sub(r"[^a-z0-9.]+", "_", defense.lower()).strip("_") + ".json")
+def as_public(defense: Defense, batch: int) -> Defense:
+    """Return the defense as the attacker runs it on gradients of its own: where it has begun to send.
+
+    A batch that is large enough by itself leaves `hardened` the same way whatever `examples` is. An imitation is not
+    told how many examples a gradient is of, and would give up where it must count them. One warmed in private does
+    after that what it does without.
+    """
+    if isinstance(defense, Hardened) and batch >= defense.examples:
+        return replace(defense, examples=1)
+    if isinstance(defense, Gathered) and not defense.always:
+        return as_public(defense.inner, batch)
+    return defense
 
 
-def load(path: Path, defense: str) -> dict[str, Any]:
-    """Return what is known of a defense so far."""
-    import json
-
-    return json.loads(path.read_text()) if path.exists() else {"defense": defense, "attacks": {}, "training": {}}
-
-
-def uploads(
-    veil: Veil, net: torch.nn.Module, pictures: data.Dataset, rounds: list[list[int]], device: str
-) -> Observation:
+def uploads(veil: Veil, net: nn.Module, pictures: Dataset, rounds: list[list[int]], device: str) -> Observation:
     """Return what the server sees of the last of several rounds, the earlier ones attached."""
     seen: list[Observation] = []
     for indices in rounds:
-        batch: Batch = pictures.batch(torch.tensor(indices), device=device)
-        payload = veil.protect(net, cross_entropy, batch)
+        batch = pictures.batch(indices, device=device)
+        mask = veil.propose(gradient(net, cross_entropy, batch)) if "mask" in veil.defense.needs else None
         view = observe(
-            payload,
+            veil.protect(net, cross_entropy, batch, mask=mask),
             net,
             cross_entropy,
             batch,
-            ThreatModel(labels=True, rounds=True),
+            ThreatModel(labels=True, rounds=True, active=True),
             num_classes=pictures.num_classes,
             mean=pictures.mean,
             std=pictures.std,
-            defense=veil.defense,
+            defense=as_public(veil.defense, len(indices)),
+            mask=mask,
             earlier=seen,
         )
         seen.append(view)
     return seen[-1]
 
 
-def add(columns: dict[str, list[float]], row: dict[str, list[float]]) -> None:
-    """Append the scores of one upload."""
-    for metric, values in row.items():
-        columns.setdefault(metric, []).extend(values)
+def scorecard(guesses: list[Tensor], truths: list[Tensor], gallery: Tensor, seed: int) -> dict[str, Any]:
+    """Return the scores of the guesses, and what guesses score that know nothing of these pictures."""
+    columns: dict[str, dict[str, list[float]]] = {}
+
+    def add(kind: str, row: dict[str, list[float]]) -> None:
+        for metric, values in row.items():
+            columns.setdefault(kind, {}).setdefault(metric, []).extend(values)
+
+    for i, (guess, truth) in enumerate(zip(guesses, truths, strict=True)):
+        add("attack", score(guess, truth, gallery=gallery))
+        for kind, row in score_floor(truth, gallery, derive_rng(seed, "floor", i), gallery=gallery).items():
+            add(kind, row)
+        if len(truths) > 1:  # the same guesses beside pictures they cannot show: luck, and nothing else
+            add("another upload", score(guess, truths[(i + 1) % len(truths)], gallery=gallery))
+    scores = columns.pop("attack")
+    return {
+        "mean": {m: fmean(v) for m, v in scores.items()},
+        "spread": {m: stdev(v) if len(v) > 1 else 0.0 for m, v in scores.items()},
+        "floor": {kind: {m: fmean(v) for m, v in row.items()} for kind, row in columns.items()},
+        "scores": scores,
+    }
+
+
+def network(made: Defense, model: str, pictures: Dataset, checkpoint: Path | None, seed: int) -> nn.Module:
+    """Return the model that is attacked, in evaluation mode: fresh, or with the weights of a checkpoint."""
+    shape = pictures.input_shape
+    net = made.prepare_model(models.build(model, num_classes=pictures.num_classes, input_shape=shape, seed=seed))
+    if checkpoint is not None:
+        net.load_state_dict(load_checkpoint(checkpoint).model)
+    return net.eval()
+
+
+def trained(settings: Settings, runs: Path) -> tuple[Path, dict[str, Any]]:
+    """Train, or go on, or take what is there; return the folder and the result."""
+    s = settings
+    words = (s.defense, s.model, s.data, f"rounds {s.rounds} lr {s.lr} seed {s.seed}", s.precision)
+    folder = runs / Store.slug(" ".join(words))
+    return folder, run(settings, folder, resume=True)
 
 
 @app.command()
 def attack(
     defense: Defenses,
     attack: Annotated[list[str], typer.Option(help="an attack; repeatable")] = ["inverting_gradients"],  # noqa: B006
-    model: Annotated[str, typer.Option(help="the model that is attacked")] = "resnet18",
+    model: Model = "resnet18",
+    data_name: Data = "cifar10",
     pictures: Annotated[int, typer.Option(help="pictures attacked")] = 20,
     batch: Annotated[int, typer.Option(help="pictures in one upload")] = 1,
-    age: Annotated[int, typer.Option(help="private rounds of other pictures before the attacked one")] = 0,
-    root: Annotated[str, typer.Option(help="where CIFAR-10 lies")] = "",
+    age: Annotated[int, typer.Option(help="rounds of other pictures before the attacked one")] = 0,
+    repeat: Annotated[int, typer.Option(help="rounds of the same pictures before the attacked one")] = 0,
+    after_rounds: Annotated[int, typer.Option(help="train under the same defense first")] = 0,
+    checkpoint: Annotated[Path | None, typer.Option("--trained", help="attack the model of this checkpoint")] = None,
+    root: Root = "",
     device: Annotated[str, typer.Option()] = "cpu",
     seed: Annotated[int, typer.Option()] = 0,
+    runs: Runs = Path("runs/frontier"),
     out: Out = Path("results/frontier"),
 ) -> None:
-    """Attack uploads (evaluation mode, labels known: the worst case) and score what comes back."""
-    test = data.load("cifar10", split="test", root=root or None)
-    order = torch.randperm(len(test.labels), generator=torch.Generator().manual_seed(seed)).tolist()
-    victims, others = order[:pictures], order[pictures : pictures + GALLERY]
-    history = order[pictures + GALLERY :]
-    truth = test.pixels(torch.tensor(victims)).to(device)
-    gallery = test.pixels(torch.tensor(others)).to(device)
-    net = models.build(model, num_classes=10, input_shape=test.input_shape, seed=seed).to(device).eval()
+    """Attack uploads (evaluation mode, labels known, a client new to the server: the worst case); score the guesses."""
+    test, store = data.load(data_name, split="test", root=root or None), Store(out)
+    order = torch.randperm(len(test), generator=torch.Generator().manual_seed(seed)).tolist()
+    victims, others, rest = order[:pictures], order[pictures : pictures + GALLERY], order[pictures + GALLERY :]
+    groups = [victims[i : i + batch] for i in range(0, pictures, batch)]
+    truths = [test.pixels(group).to(device) for group in groups]
     for text in defense:
-        path, made = cell(out, text), build(DEFENSES, text, "defense")
-        known = load(path, text)
+        made = build(DEFENSES, text, "defense")
         for name in attack:
-            key = f"{name} model={model} batch={batch} age={age} seed={seed} n={pictures}"
-            if key in known["attacks"]:
+            setting = {"model": model, "data": data_name, "batch": batch, "age": age, "n": pictures, "seed": seed}
+            setting |= {"repeat": repeat} if repeat else {}
+            setting |= {"after": str(checkpoint or after_rounds)} if checkpoint or after_rounds else {}
+            if store.has("attack", text, setting, name):
                 continue
+            weights = checkpoint
+            if after_rounds and weights is None:
+                settings = Settings(model, data_name, root, text, rounds=after_rounds, device=device, seed=seed)
+                weights = trained(settings, runs)[0] / CHECKPOINT
+            net = network(made, model, test, weights, seed).to(device)
             began = time.perf_counter()
-            groups = [victims[i : i + batch] for i in range(0, pictures, batch)]
             seen = []
             for i, group in enumerate(groups):
+                first = i * age * batch
+                older = [[rest[(first + k * batch + j) % len(rest)] for j in range(len(group))] for k in range(age)]
                 veil = Veil(made, parameters(net), seed=seed, client=str(i))
-                before = [history[k * batch : (k + 1) * batch] for k in range(i * age, (i + 1) * age)]
-                seen.append(uploads(veil, net, test, [*before, group], device))
+                seen.append(uploads(veil, net, test, [*older, *[group] * repeat, group], device))
             rngs = [derive_rng(seed, str(i), 0, "attack") for i in range(len(groups))]
             found = build(ATTACKS, name, "attack").run_many(seen, rngs)
-            truths = torch.split(truth, batch)
-            scores: dict[str, list[float]] = {}
-            floor: dict[str, dict[str, list[float]]] = {}
-            for i, (one, true) in enumerate(zip(found, truths, strict=True)):
-                guess = to_pixels(one.inputs, test.mean, test.std).clamp(0, 1)
-                add(scores, score(guess, true, gallery=gallery))
-                for kind, row in score_floor(true, gallery, derive_rng(seed, "floor", i), gallery=gallery).items():
-                    add(floor.setdefault(kind, {}), row)
-                if len(truths) > 1:  # what the same guesses score on pictures they cannot show: luck, and nothing else
-                    stranger = truths[(i + 1) % len(truths)]
-                    add(floor.setdefault("another upload", {}), score(guess, stranger, gallery=gallery))
-            known["attacks"][key] = {
-                "scores": scores,
-                "mean": {m: fmean(v) for m, v in scores.items()},
-                "spread": {m: stdev(v) if len(v) > 1 else 0.0 for m, v in scores.items()},
-                "floor": {kind: {m: fmean(v) for m, v in row.items()} for kind, row in floor.items()},
-                "seconds": time.perf_counter() - began,
-                "environment": record.environment(),
-            }
-            record.write_json(path, known)
-            entry = known["attacks"][key]
-            for kind, mean in {"attack": entry["mean"], **entry["floor"]}.items():
-                figures = {m: round(mean[m], 3) for m in ("ssim", "lpips", "rank", "identified") if m in mean}
-                print(text, key, kind, figures, flush=True)
+            guesses = [to_pixels(one.inputs, test.mean, test.std).clamp(0, 1) for one in found]
+            result = scorecard(guesses, truths, test.pixels(others).to(device), seed)
+            result["seconds"] = time.perf_counter() - began
+            store.write("attack", text, setting, {**result, "environment": record.environment()}, name)
+            brief = {m: round(v, 3) for m, v in result["mean"].items() if m in ("ssim", "lpips", "identified")}
+            print(text, name, setting, brief, f"{result['seconds']:.0f} s", flush=True)
 
 
 @app.command()
 def train(
     defense: Defenses,
-    model: Annotated[str, typer.Option()] = "resnet18",
-    epochs: Annotated[int, typer.Option(help="stop after this many epochs of the paper's 100")] = 20,
-    root: Annotated[str, typer.Option()] = "",
+    model: Model = "resnet18",
+    data_name: Data = "cifar10",
+    epochs: Annotated[float, typer.Option(help="stop after this many epochs of the paper's 100")] = 20,
+    rounds: Annotated[int, typer.Option(help="stop after this many rounds instead")] = 0,
+    lr: Annotated[str, typer.Option(help="learning rate; short runs want a larger one than the paper's")] = "paper",
+    root: Root = "",
     device: Annotated[str, typer.Option()] = "cpu",
-    precision: Annotated[str, typer.Option()] = "bf16",
+    precision: Annotated[str, typer.Option(help="float32, tf32 or bf16")] = "float32",
     seed: Annotated[int, typer.Option()] = 0,
-    runs: Annotated[Path, typer.Option(help="folder of checkpoints")] = Path("runs/frontier"),
+    runs: Runs = Path("runs/frontier"),
     out: Out = Path("results/frontier"),
 ) -> None:
     """Train with ten users under each defense and note accuracy and bytes."""
+    store = Store(out)
+    per_epoch = math.ceil(len(data.load(data_name, split="train", root=root or None)) / (USERS * BATCH))
+    rounds = rounds or math.ceil(epochs * per_epoch)
     for text in defense:
-        path = cell(out, text)
-        known = load(path, text)
-        key = f"model={model} epochs={epochs} seed={seed} precision={precision}"
-        if key in known["training"]:
+        setting = {"model": model, "data": data_name, "rounds": rounds, "lr": lr, "seed": seed, "precision": precision}
+        if store.has("training", text, setting):
             continue
         settings = Settings(
-            model=model,
-            data="cifar10",
-            root=root,
-            defense=text,
-            epochs=100,
-            rounds=157 * epochs,
+            model,
+            data_name,
+            root,
+            text,
+            users=USERS,
+            batch_size=BATCH,
+            rounds=rounds,
+            lr=lr,
             precision=precision,
             device=device,
             seed=seed,
             eval_every=5,
         )
-        result = run(settings, runs / path.stem / key.replace(" ", "_"), resume=True)
-        known["training"][key] = result
-        record.write_json(path, known)
-        print(text, key, result.get("accuracy"), flush=True)
+        result = trained(settings, runs)[1]
+        store.write("training", text, setting, {"result": result})
+        print(text, setting, result["status"], result["accuracy"], f"{result['seconds']:.0f} s", flush=True)
 
 
 @app.command()
 def draw(
-    out: Out = Path("results/frontier"), picture: Annotated[Path, typer.Option()] = Path("docs/frontier.png")
+    model: Model = "resnet18", out: Out = Path("results/frontier"), picture: Path = Path("docs/frontier.png")
 ) -> None:
-    """Draw worst leakage against accuracy; the size of a dot is the upload."""
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    """Draw what the worst attack gains over its floor against accuracy, for one model; a dot's size is the upload."""
+    draw_picture(Store(out), model, picture)
 
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for path in sorted(out.glob("*.json")):
-        known = load(path, "")
-        if not known["attacks"] or not known["training"]:
-            continue
-        worst = max(entry["mean"]["ssim"] for entry in known["attacks"].values())
-        result = list(known["training"].values())[-1]
-        up = result.get("bytes_up") or 0
-        axes.scatter(100 * result["accuracy"], worst, s=20 + up / 2e4, alpha=0.6)
-        axes.annotate(known["defense"], (100 * result["accuracy"], worst), fontsize=8)
-    axes.set_xlabel("test accuracy, %")
-    axes.set_ylabel("worst mean SSIM of an attack (lower is better)")
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
+
+@app.command()
+def table(page: Path, out: Out = Path("results/frontier")) -> None:
+    """Write the tables of a page anew: what stands between its `frontier` markers."""
+    page.write_text(fill_page(page.read_text(encoding="utf-8"), Store(out)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,174 @@
+"""The result files of `frontier.py`: one per attack and per training run; and what is drawn and written from them."""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradveil import record
+
+Entry = dict[str, Any]
+KINDS = ("pixels", "coarse", "history")
+MARKED = re.compile(r"(<!-- frontier model=(\S+) batch=(\d+) -->\n)(.*?)(<!-- /frontier -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Store:
+    """A folder with one folder per defense, one file per entry: two writers never touch the same file."""
+
+    folder: Path
+
+    @staticmethod
+    def slug(text: str) -> str:
+        """Return a file name for a text."""
+        return re.sub(r"[^a-z0-9.]+", "_", text.lower()).strip("_")
+
+    def path(self, kind: str, defense: str, setting: Entry, attack: str = "") -> Path:
+        """Return where an entry lies."""
+        words = [kind, attack, *(f"{name}-{value}" for name, value in setting.items())]
+        return self.folder / self.slug(defense) / (self.slug(" ".join(words)) + ".json")
+
+    def has(self, kind: str, defense: str, setting: Entry, attack: str = "") -> bool:
+        """Say whether an entry is recorded."""
+        return self.path(kind, defense, setting, attack).exists()
+
+    def write(self, kind: str, defense: str, setting: Entry, found: Entry, attack: str = "") -> None:
+        """Record an entry."""
+        head = {"kind": kind, "defense": defense, **({"attack": attack} if attack else {}), "setting": setting}
+        record.write_json(self.path(kind, defense, setting, attack), {**head, **found})
+
+    def entries(self, kind: str, **setting: Any) -> Iterator[Entry]:
+        """Yield the entries of a kind whose setting agrees with this one."""
+        for path in sorted(self.folder.glob("*/*.json")):
+            entry = json.loads(path.read_text(encoding="utf-8"))
+            if entry["kind"] == kind and all(entry["setting"].get(name) == value for name, value in setting.items()):
+                yield entry
+
+
+def floor(entry: Entry, metric: str = "ssim") -> float:
+    """Return the best score of guesses that know nothing of the pictures; of MSE and LPIPS the least is the best."""
+    return float(max(row[metric] for row in entry["floor"].values()))
+
+
+def gain(entry: Entry, metric: str = "ssim") -> float:
+    """Return what an attack reached beyond its floor."""
+    return float(entry["mean"][metric] - floor(entry, metric))
+
+
+def kind_of(attack: str) -> str:
+    """Return which column an attack belongs to."""
+    if attack.startswith(("chained", "joint", "repeated_rounds")):
+        return "history"
+    return "coarse" if "coarse=" in attack else "pixels"
+
+
+def accuracies(store: Store, model: str) -> dict[str, Entry]:
+    """Return the training entry of each defense, all trained alike: the setting that most defenses share."""
+    entries = list(store.entries("training", model=model))
+    alike = Counter(json.dumps(e["setting"]) for e in entries)
+    if not alike:
+        return {}
+    common = max(alike, key=lambda setting: (alike[setting], json.loads(setting)["rounds"]))
+    return {e["defense"]: e for e in entries if json.dumps(e["setting"]) == common}
+
+
+def worst(store: Store, model: str, batch: int | None = None) -> dict[str, dict[str, Entry]]:
+    """Return, for each defense and kind of attack, the entry that gained most."""
+    found: dict[str, dict[str, Entry]] = {}
+    chosen = {"model": model} | ({} if batch is None else {"batch": batch})
+    for entry in store.entries("attack", **chosen):
+        kinds = found.setdefault(entry["defense"], {})
+        kind = kind_of(entry["attack"])
+        if kind not in kinds or gain(entry) > gain(kinds[kind]):
+            kinds[kind] = entry
+    return found
+
+
+def render(store: Store, model: str, batch: int) -> str:
+    """Return the table of one model and batch size in Markdown, the leakiest defense first."""
+    trained = accuracies(store, model)
+    found = worst(store, model, batch)
+    lines = [
+        "| release | pixel-wise | coarse | with history | worst gain | identified | accuracy | upload, kB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for defense, kinds in sorted(found.items(), key=lambda item: -max(map(gain, item[1].values()))):
+        cells = [_cell(kinds.get(kind), "ssim") for kind in KINDS]
+        most = max(kinds.values(), key=gain)
+        named = max(kinds.values(), key=lambda entry: gain(entry, "identified"))
+        result = trained[defense]["result"] if defense in trained else None
+        cells += [f"{gain(most):+.2f}", _cell(named, "identified"), *_cost(result)]
+        lines.append(f"| `{defense}` | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", _caption(found, trained)]) + "\n"
+
+
+def _cell(entry: Entry | None, metric: str) -> str:
+    if entry is None:
+        return ""
+    value, ground = entry["mean"][metric], floor(entry, metric)
+    return f"{value:.0%} / {ground:.0%}" if metric == "identified" else f"{value:.2f} / {ground:.2f}"
+
+
+def _cost(result: Entry | None) -> tuple[str, str]:
+    if result is None:
+        return "", ""
+    accuracy = "diverged" if result["status"] == "diverged" else f"{100 * result['accuracy']:.1f} %"
+    return accuracy, f"{result['per_user_and_round']['bytes_up'] / 1000:.0f}"
+
+
+def _caption(found: dict[str, dict[str, Entry]], trained: dict[str, Entry]) -> str:
+    entries = [entry for kinds in found.values() for entry in kinds.values()]
+    counts = sorted({entry["setting"]["n"] for entry in entries})
+    pictures = " or ".join(map(str, counts))
+    text = f"Mean SSIM / floor over {pictures} pictures; identified among 100 / floor."
+    setting = next((entry["setting"] for entry in trained.values()), None)
+    if setting:
+        text += f" Accuracy: {setting['data']}, ten users, {setting['rounds']} rounds, one seed."
+    return text
+
+
+def fill_page(text: str, store: Store) -> str:
+    """Return a page with every table between its markers written anew."""
+    return MARKED.sub(lambda m: m[1] + render(store, m[2], int(m[3])) + m[4], text)
+
+
+def draw_picture(store: Store, model: str, picture: Path) -> None:
+    """Draw the frontier of one model; names stand in a column at the side, so that none hides another."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    trained = accuracies(store, model)
+    points = []
+    for defense, kinds in worst(store, model).items():
+        result = trained[defense]["result"] if defense in trained else {"status": "none"}
+        if result["status"] == "finished":
+            up = result["per_user_and_round"]["bytes_up"]
+            points.append((max(map(gain, kinds.values())), 100 * result["accuracy"], up, defense))
+    figure, axes = plt.subplots(figsize=(10, 6))
+    points.sort()
+    largest = max((up for *_, up, _ in points), default=1)
+    for place, (leak, accuracy, up, defense) in enumerate(points):
+        dots = axes.scatter(accuracy, leak, s=20 + 300 * up / largest, alpha=0.6)
+        axes.annotate(
+            f"{defense}  ({up / 1000:.0f} kB)",
+            (accuracy, leak),
+            xytext=(1.03, (place + 0.5) / len(points)),
+            textcoords="axes fraction",
+            fontsize=8,
+            va="center",
+            color=dots.get_facecolor()[0][:3] * 0.8,
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "grey"},
+            annotation_clip=False,
+        )
+    axes.axhline(0, color="grey", lw=0.8, ls=":")
+    axes.set_xlabel("test accuracy, %")
+    axes.set_ylabel("SSIM of the worst attack beyond its own floor")
+    axes.set_title(f"{model}: low and right is better; the size of a dot is the upload", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
