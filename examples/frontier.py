@@ -27,7 +27,7 @@ from variants import VARIANTS, Gathered
 from gradveil import Defense, Observation, ThreatModel, Veil, data, gradient, models, observe, record
 from gradveil.attacks import ATTACKS
 from gradveil.data import Dataset, to_pixels
-from gradveil.defenses import DEFENSES, Hardened
+from gradveil.defenses import DEFENSES, CorrelatedNoise, DPNoise, Hardened
 from gradveil.gradients import parameters
 from gradveil.metrics import score, score_floor
 from gradveil.spec import build
@@ -53,8 +53,10 @@ def as_public(defense: Defense, batch: int) -> Defense:
 
     A batch that is large enough by itself leaves `hardened` the same way whatever `examples` is. An imitation is not
     told how many examples a gradient is of, and would give up where it must count them. One warmed in private does
-    after that what it does without.
+    after that what it does without. Correlated noise begins as independent noise.
     """
+    if isinstance(defense, CorrelatedNoise):
+        return DPNoise(defense.clip, defense.noise_multiplier)
     if isinstance(defense, Hardened) and batch >= defense.examples:
         return replace(defense, examples=1)
     if isinstance(defense, Gathered) and not defense.always:

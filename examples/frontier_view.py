@@ -143,15 +143,15 @@ def draw_picture(store: Store, model: str, picture: Path) -> None:
     import matplotlib.pyplot as plt
 
     trained = accuracies(store, model)
-    points = []
+    points: list[tuple[float, float, float, str]] = []
     for defense, kinds in worst(store, model).items():
-        result = trained[defense]["result"] if defense in trained else {"status": "none"}
-        if result["status"] == "finished":
+        result = trained[defense]["result"] if defense in trained else None
+        if result and result["status"] == "finished":
             up = result["per_user_and_round"]["bytes_up"]
             points.append((max(map(gain, kinds.values())), 100 * result["accuracy"], up, defense))
     figure, axes = plt.subplots(figsize=(10, 6))
     points.sort()
-    largest = max((up for *_, up, _ in points), default=1)
+    largest = max((point[2] for point in points), default=1.0)
     for place, (leak, accuracy, up, defense) in enumerate(points):
         dots = axes.scatter(accuracy, leak, s=20 + 300 * up / largest, alpha=0.6)
         axes.annotate(

@@ -148,7 +148,8 @@ class RandomProjection(Defense):
     def _project(self, g: Tensor, basis: Tensor) -> Tensor:
         n = g.numel()
         padded = torch.nn.functional.pad(g.reshape(-1), (0, -n % self.block)).view(-1, self.block)
-        return (padded @ basis @ basis.T).reshape(-1)[:n].view(g.shape)
+        mixed: Tensor = padded @ basis @ basis.T
+        return mixed.reshape(-1)[:n].view(g.shape)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,8 @@ class LowRankMatrix(Defense):
         size = matrix.abs().amax().clamp_min(1e-30)
         sketch = torch.randn(matrix.shape[1], self.rank, generator=rng, device=rng.device).to(matrix)
         left = torch.linalg.qr(matrix / size @ sketch)[0]
-        return (left @ (left.T @ matrix)).view(g.shape).to(g.dtype)
+        near: Tensor = left @ (left.T @ matrix)
+        return near.view(g.shape).to(g.dtype)
 
 
 @dataclass(frozen=True)

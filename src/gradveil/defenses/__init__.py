@@ -6,6 +6,7 @@ from ..core import Defense
 from .aligned import AlignedDualPrune
 from .ats import ATS
 from .combine import Chain, ErrorFeedback, Identity
+from .correlated import CorrelatedNoise, correlated_epsilon, gaussian_epsilon, strategy_sensitivity
 from .dp import ClipNoise, DPNoise, epsilon
 from .hardened import Hardened
 from .noise import GaussianNoise
@@ -54,6 +55,7 @@ CLASSES: tuple[type[Defense], ...] = (
     Hardened,
     DPNoise,
     ClipNoise,
+    CorrelatedNoise,
     Soteria,
     ATS,
     PRECODE,
@@ -84,6 +86,7 @@ __all__ = [
     "AlignedDualPrune",
     "Chain",
     "ClipNoise",
+    "CorrelatedNoise",
     "DPNoise",
     "DualPrune",
     "ErrorFeedback",
@@ -96,7 +99,10 @@ __all__ = [
     "Soteria",
     "TopK",
     "adgp",
+    "correlated_epsilon",
     "dgp",
     "epsilon",
+    "gaussian_epsilon",
+    "strategy_sensitivity",
     "top_k",
 ]

@@ -11,6 +11,14 @@ from ..errors import NeedError
 from .noise import normal_like
 
 
+def clipped_sum(grads: Grads, clip: float) -> Grads:
+    """Return the sum of per-example gradients `[N, ...]`, each scaled down to norm `clip` over all tensors."""
+    rows = [g.float().reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
+    norms = torch.stack([row.square().sum(1) for row in rows]).sum(0).sqrt()
+    scale = clip / norms.clamp_min(clip)
+    return {name: torch.tensordot(scale.to(g.dtype), g, dims=1) for name, g in grads.items()}
+
+
 @dataclass(frozen=True)
 class DPNoise(Defense):
     """DP-SGD: clip every example's gradient to norm `clip`, add noise to their sum, divide by their number.
@@ -42,14 +50,10 @@ class DPNoise(Defense):
         return True
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
-        rows = [g.float().reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
-        norms = torch.stack([row.square().sum(1) for row in rows]).sum(0).sqrt()
-        scale = self.clip / norms.clamp_min(self.clip)
         std = self.noise_multiplier * self.clip
         sent = {}
-        for name, g in grads.items():
-            total = torch.tensordot(scale.to(g.dtype), g, dims=1)
-            sent[name] = (total + std * normal_like(total, step.rng)) / max(len(g), 1)
+        for name, total in clipped_sum(grads, self.clip).items():
+            sent[name] = (total + std * normal_like(total, step.rng)) / max(len(grads[name]), 1)
         return sent, state
 
 
