@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gradveil.audit import Plan, Report
+from gradveil.audit.plan import DEFAULT_ATTACKS
 from gradveil.audit.verdict import judge
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.cli.audit import template
@@ -24,7 +25,7 @@ def test_init_writes_a_config_that_loads(tmp_path) -> None:
     plan = load_toml(path, Plan)
     assert plan.model == Plan().model
     assert "dgp" in plan.defenses
-    assert len(plan.attacks) == 2
+    assert plan.attacks == DEFAULT_ATTACKS
     assert template().count("\n# ") == len(plan.__dataclass_fields__)
     assert run(app, ["init", str(path)]).exit_code != 0
     assert run(app, ["init", str(path), "--force"]).exit_code == 0

@@ -346,9 +346,9 @@ def test_model_without_a_fast_score_is_audited_all_the_same() -> None:
 def test_the_most_telling_cells_come_first() -> None:
     plan = Plan(defenses=("dgp",), **QUICK)
     order = cells(subject(plan))
-    assert [(c.defense, c.attack) for c in order[:2]] == [("none", "mask-aware"), ("none", "naive")]
-    assert order[4].defense == "dgp"
-    assert order[4].column == "diagnostic"
+    assert [(c.defense, c.attack) for c in order[:3]] == [("none", name) for name in ("mask-aware", "coarse", "naive")]
+    assert order[6].defense == "dgp"
+    assert order[6].column == "diagnostic"
 
 
 def test_progress_counts_cells_and_steps_and_tells_the_time_left() -> None:

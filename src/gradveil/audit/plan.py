@@ -20,6 +20,8 @@ NAIVE = f"{QUICK}, masked='never', weighting='none'"
 DEFAULT_ATTACKS = (
     f"naive=gradient_matching({NAIVE}, steps=200)",
     f"mask-aware=gradient_matching({QUICK}, steps=200)",
+    # Under noise the coarse form comes back first; longer searches fit the noise.
+    f"coarse=gradient_matching({QUICK}, coarse=8, steps=60)",
 )
 
 
@@ -68,7 +70,9 @@ class Plan(Scope):
     """One audit: its scope, and what is tried."""
 
     defenses: tuple[str, ...] = _option((), "Such as dgp or mild=dual_prune(top=0.1). Empty: the usual ones.")
-    attacks: tuple[str, ...] = _option((), "Such as inverting_gradients(steps=500). Empty: one naive, one adaptive.")
+    attacks: tuple[str, ...] = _option(
+        (), "Such as inverting_gradients(steps=500). Empty: one naive, one adaptive, one for coarse forms."
+    )
 
 
 @dataclass(frozen=True, eq=False)

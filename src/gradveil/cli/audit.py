@@ -40,9 +40,10 @@ def audit(
 ) -> None:
     """Attack what a client would send under each defense, and write a report.
 
-    Without arguments: bundled photos, a small model, the usual defenses, a naive and a mask-aware attacker; no data and
-    no download needed. A flag wins over CONFIG, and CONFIG over the defaults. The folder gets report.json (the truth),
-    report.html (one page that needs nothing else) and report.md (for a pull request). Ctrl-C keeps what is done.
+    Without arguments: bundled photos, a small model, the usual defenses, a naive, a mask-aware and a coarse attacker;
+    no data and no download needed. A flag wins over CONFIG, and CONFIG over the defaults. The folder gets report.json
+    (the truth), report.html (one page that needs nothing else) and report.md (for a pull request). Ctrl-C keeps what
+    is done.
     """
     settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
     if flags["checkpoint"] and settled:
