@@ -1,12 +1,13 @@
 """The hardened release: unbiased over time, bounded, cheap on the wire, and only as informative as it claims."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 
 from gradveil import Step, Veil, theory, tree, unseal
-from gradveil.defenses import Hardened
+from gradveil.defenses import Hardened, strategy_sensitivity
 from gradveil.errors import NeedError
 
 N = 20_000
@@ -45,6 +46,21 @@ def test_noise_taken_back_does_not_add_up(rng: torch.Generator) -> None:
         errors[memory] = float((left - came).std())
     assert errors[1.0] == pytest.approx(4.0, rel=0.05)
     assert errors[0.0] == pytest.approx(40.0, rel=0.05)
+
+
+def test_memory_is_the_share_of_the_last_noise_that_comes_back(rng: torch.Generator) -> None:
+    """Uploads are gradients behind fresh noise less `memory` times the last: the strategy of `CorrelatedNoise`.
+
+    So what a whole run says about one batch is the bound of one upload times the squared sensitivity of that strategy.
+    """
+    g = torch.randn(N, generator=rng)
+    defense = Hardened(noise=3.0, examples=1, bits=0, memory=0.7)
+    veil, scale = Veil(defense, {"w": g}, seed=4), 3.0 * float(g.square().mean().sqrt())
+    noise = [(unseal(veil.seal({"w": g}, 1))["w"] - g) / scale for _ in range(5)]
+    for before, now in pairwise(noise[1:]):
+        assert float(now.var()) == pytest.approx(1 + 0.7**2, rel=0.05)
+        assert float((before * now).mean()) == pytest.approx(-0.7, abs=0.05)
+    assert strategy_sensitivity(0.7, rounds=500) ** 2 == pytest.approx(1 / (1 - 0.7**2))
 
 
 @pytest.mark.parametrize(("bits", "most"), [(1, 1.05), (2, 1.95), (3, 2.9)])
