@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from frontier_view import Store, draw_picture, fill_page
+from frontier_view import GALLERY, Store, draw_picture, fill_page
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from variants import VARIANTS, Gathered
@@ -44,7 +44,6 @@ Data = Annotated[str, typer.Option("--data", help="cifar10, cifar100, digits, ph
 Root = Annotated[str, typer.Option(help="where CIFAR lies; empty: the usual places")]
 Out = Annotated[Path, typer.Option(help="folder of the result files")]
 Runs = Annotated[Path, typer.Option(help="folder of checkpoints")]
-GALLERY = 99  # other pictures in the line-up of the identification
 USERS, BATCH = 10, 32  # of a training run: the paper's
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from gradveil import record
 
 Entry = dict[str, Any]
+GALLERY = 99  # other pictures in the line-up of the identification
 KINDS = ("pixels", "coarse", "history")
 MARKED = re.compile(r"(<!-- frontier model=(\S+) batch=(\d+) -->\n)(.*?)(<!-- /frontier -->)", re.DOTALL)
 
@@ -102,7 +103,7 @@ def render(store: Store, model: str, batch: int) -> str:
         result = trained[defense]["result"] if defense in trained else None
         cells += [f"{gain(most):+.2f}", _cell(named, "identified"), *_cost(result)]
         lines.append(f"| `{defense}` | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", _caption(found, trained)]) + "\n"
+    return "\n".join([*lines, "", _caption(found, trained, batch)]) + "\n"
 
 
 def _cell(entry: Entry | None, metric: str) -> str:
@@ -119,11 +120,11 @@ def _cost(result: Entry | None) -> tuple[str, str]:
     return accuracy, f"{result['per_user_and_round']['bytes_up'] / 1000:.0f}"
 
 
-def _caption(found: dict[str, dict[str, Entry]], trained: dict[str, Entry]) -> str:
+def _caption(found: dict[str, dict[str, Entry]], trained: dict[str, Entry], batch: int) -> str:
     entries = [entry for kinds in found.values() for entry in kinds.values()]
     counts = sorted({entry["setting"]["n"] for entry in entries})
     pictures = " or ".join(map(str, counts))
-    text = f"Mean SSIM / floor over {pictures} pictures; identified among 100 / floor."
+    text = f"Mean SSIM / floor over {pictures} pictures; identified among {GALLERY + batch} / floor."
     setting = next((entry["setting"] for entry in trained.values()), None)
     if setting:
         text += f" Accuracy: {setting['data']}, ten users, {setting['rounds']} rounds, one seed."
@@ -132,7 +133,7 @@ def _caption(found: dict[str, dict[str, Entry]], trained: dict[str, Entry]) -> s
 
 def fill_page(text: str, store: Store) -> str:
     """Return a page with every table between its markers written anew."""
-    return MARKED.sub(lambda m: m[1] + render(store, m[2], int(m[3])) + m[4], text)
+    return MARKED.sub(lambda m: m[1] + render(store, m[2], int(m[3])) + m[5], text)
 
 
 def draw_picture(store: Store, model: str, picture: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from gradveil import check, select, tree
 from gradveil.core import Defense, Grads, Masks, Need, State, Step
 from gradveil.defenses import Chain, DualPrune, ErrorFeedback, Quantize, RandomK
+from gradveil.veil import derive_rng
 
 
 @dataclass(frozen=True)
@@ -126,10 +127,10 @@ class NoisyBand(Defense):
 
 @dataclass(frozen=True)
 class RandomProjection(Defense):
-    """Mix `block` neighbouring entries by a random projection to a `keep` share of them, drawn anew every round.
+    """Mix `block` neighbouring entries by a random projection to a `keep` share of them, another one every round.
 
-    The server must know the projection to use it, and so does the attacker: it gets keep times n exact equations. On
-    this wire the message is dense; a format of its own would send the coefficients and a seed.
+    The server must know the projection to use it, so it is public, and the attacker gets keep times n exact equations.
+    On this wire the message is dense; a format of its own would send the coefficients only.
     """
 
     keep: float = 0.1
@@ -141,7 +142,7 @@ class RandomProjection(Defense):
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         rank = max(1, round(self.keep * self.block))
-        draw = torch.randn(self.block, rank, generator=step.rng, device=step.rng.device)
+        draw = torch.randn(self.block, rank, generator=derive_rng(0, "projection", step.round))
         basis = torch.linalg.qr(draw)[0]
         return tree.tmap(lambda g: self._project(g, basis.to(g)), grads), state
 
