@@ -163,7 +163,7 @@ def draw_picture(store: Store, model: str, picture: Path) -> None:
             fontsize=8,
             va="center",
             color=dots.get_facecolor()[0][:3] * 0.8,
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "grey"},
+            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "grey", "relpos": (0, 0.5)},
             annotation_clip=False,
         )
     axes.axhline(0, color="grey", lw=0.8, ls=":")
