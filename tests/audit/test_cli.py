@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner
@@ -96,7 +97,9 @@ def test_ctrl_c_on_the_real_command_and_resume(tmp_path) -> None:
     attack = "--defense dgp --attack q=gradient_matching(steps=300) --device cpu --out out"
     command = [sys.executable, "-c", "from gradveil.cli import main; main()", "audit", *f"{settings} {attack}".split()]
     path = tmp_path / "out" / "report.json"
-    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as started:
+    # Tests that run in the background ignore SIGINT, and so would what they start.
+    heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True, preexec_fn=heeds) as started:
         try:
             limit = time.monotonic() + 120
             while not (path.exists() and any(row.status == "ok" for row in Report.load(path).rows)):
