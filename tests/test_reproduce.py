@@ -311,7 +311,7 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
     assert "0.287" in line
     assert "NVIDIA H200, 2026-01-02, `0123456789`" in line
     assert "| 8 | 0, 1 |" in line
-    sentences = [row for row in text.splitlines() if row.startswith("- dgp: ")]
+    sentences = [row for row in text.splitlines() if row.startswith("- dgp, ")]
     assert len(sentences) == 1, "LPIPS agrees, SSIM does not"
     assert "SSIM 0.090 against 0.287" in sentences[0]
     assert "a guess, not tested: the paper's SSIM has a data range of 2" in sentences[0]

@@ -93,15 +93,16 @@ def _known(values: Sequence[float | None]) -> list[float]:
     return [v for v in values if v is not None] or [math.nan]
 
 
-def deviations(entry: Entry, found: dict[str, Figure]) -> list[str]:
-    """Return a sentence for each figure that leaves the paper's by more than its spread."""
-    said = []
-    for name, paper in entry.paper.items():
-        if name in found and found[name].leaves(paper):
-            what = {"lpips": "LPIPS", "ssim": "SSIM", "mib": "MiB"}.get(name, name.replace("_", " "))
-            numbers = f"{what} {shown(found[name].mean)} against {shown(paper)}"
-            said.append(f"{entry.label}: {numbers}: {reason(entry, name)}")
-    return said
+def deviations(pairs: Sequence[tuple[Entry, dict[str, Figure]]]) -> list[str]:
+    """Return, for each reason, what leaves the paper's figures by more than its spread."""
+    said: dict[str, list[str]] = {}
+    for entry, found in pairs:
+        for name, paper in entry.paper.items():
+            if name in found and found[name].leaves(paper):
+                what = {"lpips": "LPIPS", "ssim": "SSIM", "mib": "MiB"}.get(name, name.replace("_", " "))
+                numbers = f"{entry.label}, {what} {shown(found[name].mean)} against {shown(paper)}"
+                said.setdefault(reason(entry, name), []).append(numbers)
+    return [f"{'; '.join(numbers)}: {why}" for why, numbers in said.items()]
 
 
 def reason(entry: Entry, metric: str) -> str:

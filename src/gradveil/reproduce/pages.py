@@ -63,7 +63,7 @@ def _part(folder: Path, title: str, lines: list[Entry]) -> str:
         return f"### {title}\n\nNot run: {names}.\n"
     columns = _columns(lines)
     rows = [["", *(name for name, _ in columns), "n", "seeds", "run"]]
-    said = []
+    run: list[tuple[Entry, Found]] = []
     for entry, found, figure in zip(lines, results, figures, strict=True):
         if not found:
             rows.append([entry.label, *[_paper_only(name, entry) for name, _ in columns], "", "", "not run"])
@@ -71,8 +71,9 @@ def _part(folder: Path, title: str, lines: list[Entry]) -> str:
         cells = [show(entry, figure) for _, show in columns]
         count = sum(r["n"] for r in found) if "n" in found[0] else len(found)
         rows.append([entry.label, *cells, str(count), ", ".join(str(_seed(r)) for r in found), _run(found[-1])])
-        said += deviations(entry, figure)
+        run.append((entry, figure))
     text = f"### {title}\n\n{table(rows)}"
+    said = deviations(run)
     if said:
         text += "\n" + "".join(f"- {sentence}\n" for sentence in said)
     return text + _strips(lines, results)
