@@ -127,7 +127,7 @@ def _caption(found: dict[str, dict[str, Entry]], trained: dict[str, Entry], batc
     text = f"Mean SSIM / floor over {pictures} pictures; identified among {GALLERY + batch} / floor."
     setting = next((entry["setting"] for entry in trained.values()), None)
     if setting:
-        text += f" Accuracy: {setting['data']}, ten users, {setting['rounds']} rounds, one seed."
+        text += f" Accuracy: {setting['data']}, ten users, {setting['rounds']} rounds, rate {setting['lr']}, one seed."
     return text
 
 
