@@ -86,6 +86,11 @@ def uploads(veil: Veil, net: nn.Module, pictures: Dataset, rounds: list[list[int
     return seen[-1]
 
 
+def older(pool: list[int], first: int, count: int, batch: int) -> list[list[int]]:
+    """Return `count` batches of other pictures from the `first` on, beginning again where the pool ends."""
+    return [[pool[(k * batch + j) % len(pool)] for j in range(batch)] for k in range(first, first + count)]
+
+
 def scorecard(guesses: list[Tensor], truths: list[Tensor], gallery: Tensor, seed: int) -> dict[str, Any]:
     """Return the scores of the guesses, and what guesses score that know nothing of these pictures."""
     columns: dict[str, dict[str, list[float]]] = {}
@@ -166,10 +171,9 @@ def attack(
             began = time.perf_counter()
             seen = []
             for i, group in enumerate(groups):
-                first = i * age * batch
-                older = [[rest[(first + k * batch + j) % len(rest)] for j in range(len(group))] for k in range(age)]
                 veil = Veil(made, parameters(net), seed=seed, client=str(i))
-                seen.append(uploads(veil, net, test, [*older, *[group] * repeat, group], device))
+                rounds = [*older(rest, i * age, age, len(group)), *[group] * repeat, group]
+                seen.append(uploads(veil, net, test, rounds, device))
             rngs = [derive_rng(seed, str(i), 0, "attack") for i in range(len(groups))]
             found = build(ATTACKS, name, "attack").run_many(seen, rngs)
             guesses = [to_pixels(one.inputs, test.mean, test.std).clamp(0, 1) for one in found]
