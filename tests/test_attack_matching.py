@@ -20,9 +20,10 @@ from gradveil.attacks import (
     see_through_gradients,
     watch,
 )
+from gradveil.attacks.adaptive import understand
 from gradveil.attacks.bypass import before_bottleneck
 from gradveil.core import ThreatModel
-from gradveil.defenses import PRECODE, Chain, DualPrune, GaussianNoise, Identity, Quantize, Soteria, TopK
+from gradveil.defenses import PRECODE, Chain, DualPrune, GaussianNoise, Hardened, Identity, Quantize, Soteria, TopK
 
 from .attack_kit import PHOTOS, batch, fedavg, model, rngs, ssim, uploads
 
@@ -236,3 +237,12 @@ def test_a_defense_that_cannot_be_imitated_is_noted(caplog):
     with caplog.at_level(logging.INFO):
         replace(QUICK, steps=2).run(seen, rngs(1)[0])
     assert "cannot be imitated" in caplog.text
+
+
+@pytest.mark.parametrize("examples", [2, 8])
+def test_a_release_that_mixes_batches_is_understood(examples):
+    """Whether it sends at once or after several batches: its noise is known to the attacker either way."""
+    seen = uploads(model(), [batch(0, 2)], Hardened(noise=4.0, examples=examples))[0]
+    behaviour = understand(seen).behaviour
+    assert behaviour is not None
+    assert all(found.noise > 0 for found in behaviour.values())

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 LOOKS_PRUNED = 0.4  # share of exact zeros in the middle tensor from which an upload counts as pruned
 BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
 STALE = 0.3  # weight of an entry that may hold older batches, beside one that cannot
+PATIENCE = 64  # batches after which a defense that sends nothing is taken at its word
 RUNS = 4  # of a defense, to tell its noise from what it always does
 BENT = 1e-2  # change of the values, relative to their size, that is worth imitating
 
@@ -75,14 +76,18 @@ class Imitation:
     def __call__(self, own: Tensor, seed: int = 0) -> Tensor:
         """Return what the defense makes of one flat gradient; raises `GradveilError` where it needs the client."""
         grads = shaped(own, self.like)
+        state = self.defense.init(grads)
         if "per_example" in self.defense.needs:
             grads = {name: g.expand(self.examples, *g.shape) for name, g in grads.items()}
         rng = torch.Generator(own.device).manual_seed(seed)
-        step = Step(rng, self.round, self.model, self.batch)
-        state = self.defense.init(grads)
+        step = Step(rng, self.round, self.model, self.batch, num_examples=self.examples)
         if "mask" in self.defense.needs:
             step = replace(step, mask=self.defense.propose(grads, state, step))
-        return flat(self.defense.apply(grads, state, step)[0])
+        for _ in range(PATIENCE):  # a client that mixes batches first sends nothing
+            sent, state = self.defense.apply(grads, state, step)
+            if any(bool(t.any()) for t in sent.values()):
+                break
+        return flat(sent)
 
     def behaviour(self, loss_fn: LossFn) -> dict[str, Behaviour]:
         """Return what the defense does to each tensor of a typical gradient.

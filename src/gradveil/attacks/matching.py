@@ -183,7 +183,7 @@ class GradientMatching(Attack):
     def smoothing(self, seen: Observation, target: Target) -> float:
         """Return the weight of the total variation for this upload."""
         base = (1e-4 if has_batchnorm(seen.model) else 1e-2) if self.tv is None else self.tv
-        if self.weighting == "none":
+        if self.weighting == "none" or self.coarse:  # few unknowns are a prior of their own
             return base
         # The more noise there is in each equation, and the fewer equations for a pixel, the more the prior must say.
         compared = target.sent.numel() if target.weight is None else int(target.weight.count_nonzero())
