@@ -38,7 +38,10 @@ def test_the_ddp_guide_runs_and_resumes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
     losses = []
     for _ in range(2):  # the second time it goes on from its checkpoints
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+        for _ in range(2):
+            done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+            if "terminate called without an active exception" not in done.stderr:
+                break  # else gloo aborted while it was torn down, once in some twenty runs: not what is tested here
         assert done.returncode == 0, done.stderr[-3000:]
         losses.append(float(re.findall(r"loss ([\d.]+), [\d,]+ bytes sent, 0 steps skipped", done.stdout)[0]))
     assert (tmp_path / "rank-1.pt").exists()
