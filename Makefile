@@ -6,7 +6,7 @@ STAMP := $(VENV)/.ready
 # The first fits a small machine; tiny double-backward graphs run slower on more threads.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: audit test test-quick check setup format clean
+.PHONY: audit test test-quick check style setup format clean
 
 audit: setup  ## Attack bundled photos through each defense and write a report page
 	OMP_NUM_THREADS=2 $(BIN)/gradveil audit
@@ -17,11 +17,12 @@ test: setup  ## Run every test
 test-quick: setup  ## Run the tests that start no engine processes and no browser
 	$(BIN)/pytest -n 2 --dist loadfile -m "not engine and not slow and not browser"
 
-check: setup  ## Format, lint, types, then every test
+check: style test  ## Format, lint, types, then every test
+
+style: setup  ## Format, lint, types
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(MAKE) test
 
 setup: $(STAMP)  ## Make the virtual environment if it is missing or out of date
 
