@@ -13,6 +13,29 @@ def test_cosine_and_its_slope_match_plain_autograd(rng):
     assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_comparisons_match_plain_autograd(rng, device, weighted):
+    mine, sent, drawn = (torch.randn(3, 9001, generator=rng) for _ in range(3))
+    weight = (drawn.clamp_min(0)).to(device) if weighted else None
+    mine, sent = mine.to(device).requires_grad_(), sent.to(device)
+
+    def seen():
+        return mine * weight if weighted else mine
+
+    pairs = [
+        (objectives.cosine(mine, sent, weight=weight), 1 - torch.cosine_similarity(seen(), sent, dim=1)),
+        (objectives.l2(mine, sent, weight=weight), (seen() - sent).square().sum(1)),
+    ]
+    for ours, plain in pairs:
+        assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
+        slopes = [torch.autograd.grad((torch.arange(3.0, device=device) * c).sum(), mine)[0] for c in (ours, plain)]
+        assert torch.allclose(*slopes, rtol=1e-5, atol=1e-7)
+
+
 def test_cosine_ignores_scale_and_l2_does_not(rng):
     sent = torch.randn(2, 20, generator=rng)
     assert torch.allclose(objectives.cosine(3 * sent, sent), torch.zeros(2), atol=1e-6)

@@ -43,10 +43,9 @@ class Comparison:
     def __call__(self, mine: Tensor) -> Tensor:
         """Return `[N]` distances."""
         seen = self._defended(mine) if self.responses else mine
-        seen = seen if self.weight is None else seen * self.weight
         if self.terms.objective == "cosine":
-            return objectives.cosine(seen, self.sent, self.length)
-        return objectives.l2(seen, self.sent, self.terms.normalise)
+            return objectives.cosine(seen, self.sent, self.length, self.weight)
+        return objectives.l2(seen, self.sent, self.terms.normalise, self.weight)
 
     def _defended(self, mine: Tensor) -> Tensor:
         """Return the values a client would have sent, with the slope of those it had.

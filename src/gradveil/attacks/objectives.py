@@ -1,7 +1,8 @@
 """What an attacker minimises: pure functions, one value per row.
 
 `mine` and `sent` are `[N, P]`: one row per candidate, all tensors flat in one vector. A masked or weighted comparison
-multiplies both by the same weights first; 0 leaves a coordinate out of every product and every length.
+multiplies `mine` by the weights that `sent` was multiplied by before; 0 leaves a coordinate out of every product and
+every length.
 """
 
 from typing import Any
@@ -10,47 +11,73 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..select import gpu
+
 FLOOR = 1e-8  # of every length in a denominator: a defense that sends only zeros must not give NaN
 
 
-class _Inner(torch.autograd.Function):
-    """`sum a b` and `sum a^2` per row with `b` constant; written out because each pass over 10^8 numbers counts."""
+class _Sums(torch.autograd.Function):
+    """Per row `sum w a b` and `sum (w a)^2`, or `sum (w a - b)^2` and 0; written out because each pass over 10^8
+    numbers counts."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(mine, sent)
-        return (mine * sent).sum(1), torch.linalg.vector_norm(mine, dim=1).square()
+    def forward(ctx: Any, mine: Tensor, sent: Tensor, weight: Tensor | None, distance: bool) -> Tensor:
+        ctx.distance = distance
+        ctx.save_for_backward(mine, sent, weight)
+        if _fusible(mine, sent, weight):
+            from . import fused
+
+            found: Tensor = fused.sums(mine, sent, weight, distance)
+            return found
+        seen = mine if weight is None else mine * weight
+        if distance:
+            square = (seen - sent).square().sum(1)
+            return torch.stack([square, torch.zeros_like(square)], 1)
+        return torch.stack([(seen * sent).sum(1), torch.linalg.vector_norm(seen, dim=1).square()], 1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_cross: Tensor, d_square: Tensor) -> tuple[Tensor, None]:
-        mine, sent = ctx.saved_tensors
-        return torch.addcmul(sent * d_cross[:, None], mine, 2 * d_square[:, None]), None
+    def backward(ctx: Any, given: Tensor) -> tuple[Tensor, None, None, None]:
+        mine, sent, weight = ctx.saved_tensors
+        if _fusible(mine, sent, weight):
+            from . import fused
+
+            return fused.slopes(mine, sent, weight, given.contiguous(), ctx.distance), None, None, None
+        first, second = given[:, :1], 2 * given[:, 1:]
+        seen = mine if weight is None else mine * weight
+        slope = (seen - sent) * (2 * first) if ctx.distance else torch.addcmul(sent * first, seen, second)
+        return slope if weight is None else slope * weight, None, None, None
 
 
-def inner(mine: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return per row `sum mine * sent` and `sum mine^2`; differentiable once, in `mine` only."""
-    cross, square = _Inner.apply(mine, sent)  # type: ignore[no-untyped-call]
-    return cross, square
+def _fusible(*tensors: Tensor | None) -> bool:
+    alike = all(t is None or (t.is_cuda and t.dtype == torch.float32 and t.is_contiguous()) for t in tensors)
+    return gpu.AVAILABLE and alike
 
 
-def cosine(mine: Tensor, sent: Tensor, length: Tensor | None = None) -> Tensor:
-    """Return 1 - the cosine of the angle between the rows, over all tensors together; `length` is that of `sent`.
+def _sums(mine: Tensor, sent: Tensor, weight: Tensor | None, distance: bool) -> Tensor:
+    found: Tensor = _Sums.apply(mine, sent, weight, distance)  # type: ignore[no-untyped-call]
+    return found
+
+
+def cosine(mine: Tensor, sent: Tensor, length: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+    """Return 1 - the cosine of the angle between the rows of `weight * mine` and `sent`, over all tensors together.
+
+    Differentiable once, in `mine` only. `length` is that of `sent`.
 
     >>> cosine(torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, 0.0]]))
     tensor([0.8039])
-    >>> mask = torch.tensor([[1.0, 0.0]])
-    >>> cosine(mask * torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, 0.0]]))
+    >>> cosine(torch.tensor([[1.0, 5.0]]), torch.tensor([[2.0, 0.0]]), weight=torch.tensor([[1.0, 0.0]]))
     tensor([0.])
     """
-    cross, square = inner(mine, sent)
+    cross, square = _sums(mine, sent, weight, False).unbind(1)
     known: Tensor = torch.linalg.vector_norm(sent, dim=1) if length is None else length
     return 1 - cross / (_root(square) * known.clamp_min(FLOOR))
 
 
-def l2(mine: Tensor, sent: Tensor, normalise: bool = False) -> Tensor:
-    """Return the squared distance of the rows, divided by the squared length of `sent` if `normalise`."""
-    square = (mine - sent).square().sum(1)
+def l2(mine: Tensor, sent: Tensor, normalise: bool = False, weight: Tensor | None = None) -> Tensor:
+    """Return the squared distance of the rows of `weight * mine` and `sent`, divided by the squared length of `sent`
+    if `normalise`; differentiable once, in `mine` only."""
+    square = _sums(mine, sent, weight, True)[:, 0]
     return square / sent.square().sum(1).clamp_min(FLOOR) if normalise else square
 
 

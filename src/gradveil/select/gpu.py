@@ -1,4 +1,4 @@
-"""Exact selection on a GPU over all tensors at once, in fifteen launches whatever their number.
+"""Exact selection on a GPU over all tensors at once, in seventeen launches whatever their number.
 
 A sorted sample of each tensor brackets the two magnitudes at which its band begins and ends. One pass over everything
 adds the residual, counts what lies above each bracket and gathers the few entries inside; a radix search over those
@@ -95,6 +95,9 @@ class Selector:
         programs = len(self._plan.blocks)
         self._blocks = self._plan.blocks.clone()
         self._blocks[:, 2:] = self._pointers.T[self._plan.blocks[:, 0]] + self._plan.blocks[:, 2:]
+        # A block that is full and begins at a multiple of 16 bytes is read and written four entries at a time.
+        whole = (self._blocks[:, 1] == BLOCK) & (self._blocks[:, 2:] % 16 == 0).all(1)
+        self._parts = [(self._blocks[whole], True), (self._blocks[~whole], False)]
         # One buffer, cleared by one launch: the counts of each pass, then what lies above and inside the brackets.
         lengths = [(2 * s) << DIGIT] * PASSES + [4 * s]
         self._scratch = torch.empty(sum(lengths), dtype=torch.int32, device=device)
@@ -110,8 +113,8 @@ class Selector:
         from . import kernels
 
         plan, blocks, found, s = self._plan, self._blocks, self._found, self._segments
-        programs, groups, boundaries = (len(blocks),), (len(plan.groups),), (s, 2)
-        if not programs[0]:
+        groups, boundaries = (len(plan.groups),), (s, 2)
+        if not len(blocks):
             return
         each: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS}
         fed: dict[str, Any] = {"FEEDBACK": self._feedback, **each}
@@ -120,14 +123,18 @@ class Selector:
         bounds = (plan.ranks, self._edges, plan.regions, self._tallies, self._states, self._widths)
         self._scratch.zero_()
         kernels.guess[(s,)](plan.sizes, self._pointers, s, plan.ranks, self._edges, **sample)
-        kernels.collect[programs](blocks, self._edges, *inside, self.finite, **fed)
+        for part, whole in self._parts:
+            if len(part):
+                kernels.collect[(len(part),)](part, self._edges, *inside, self.finite, WHOLE=whole, **fed)
         kernels.settle[boundaries](*bounds, *found)
         for i, counts in enumerate(self._counts):
             digit: dict[str, Any] = {"DONE": i * DIGIT, "DIGIT": DIGIT}
             search = (plan.groups, *inside, self._states, self._widths, found[0], counts)
             kernels.count_digits[groups](blocks, *search, **digit, **fed)
             kernels.pick[boundaries](counts, self._widths, *found, **digit)
-        kernels.write[programs](blocks, *found, **fed)
+        for part, whole in self._parts:
+            if len(part):
+                kernels.write[(len(part),)](part, *found, WHOLE=whole, **fed)
         kernels.count_ties[groups](blocks, plan.groups, *found, self._ties, **each)
         kernels.cut[groups](blocks, plan.groups, plan.first_block, *found, self._ties, **fed)
 

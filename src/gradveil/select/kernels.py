@@ -22,6 +22,26 @@ def _address(table, column):
 
 
 @triton.jit
+def _aligned(table, column, WHOLE: tl.constexpr):
+    """Return an address; that of a whole block is known to suit wide loads and stores."""
+    address = _address(table, column)
+    return tl.multiple_of(address, 16) if WHOLE else address
+
+
+@triton.jit
+def _read(address, i, inside, WHOLE: tl.constexpr):
+    return tl.load(address + i) if WHOLE else tl.load(address + i, mask=inside, other=0.0)
+
+
+@triton.jit
+def _write(address, i, values, inside, WHOLE: tl.constexpr):
+    if WHOLE:
+        tl.store(address + i, values)
+    else:
+        tl.store(address + i, values, mask=inside)
+
+
+@triton.jit
 def _magnitude(values):
     """Return integers that order as the magnitudes do: the bits of a float without its sign."""
     return values.to(tl.int32, bitcast=True) & LARGEST
@@ -68,17 +88,27 @@ def guess(
 
 
 @triton.jit
-def collect(blocks, edges, regions, candidates, tallies, finite, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
+def collect(
+    blocks,
+    edges,
+    regions,
+    candidates,
+    tallies,
+    finite,
+    WHOLE: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Add the residual; count what lies above each bracket and gather, in any order, what lies inside."""
     block = blocks + 6 * tl.program_id(0)
     slot = 2 * tl.load(block).to(tl.int32)
     i = tl.arange(0, BLOCK)
     inside = i < tl.load(block + 1)
-    v = tl.load(_address(block, 2) + i, mask=inside, other=0.0)
+    v = _read(_aligned(block, 2, WHOLE), i, inside, WHOLE)
     if FEEDBACK:
-        v += tl.load(_address(block, 3) + i, mask=inside, other=0.0)
-        tl.store(_address(block, 5) + i, v, mask=inside)
-    size = tl.where(inside, _magnitude(v), -1)
+        v += _read(_aligned(block, 3, WHOLE), i, inside, WHOLE)
+        _write(_aligned(block, 5, WHOLE), i, v, inside, WHOLE)
+    size = _magnitude(v) if WHOLE else tl.where(inside, _magnitude(v), -1)
     top_low, top_high = tl.load(edges + 2 * slot), tl.load(edges + 2 * slot + 1)
     end_low, end_high = tl.load(edges + 2 * slot + 2), tl.load(edges + 2 * slot + 3)
     in_top = (size >= top_low) & (size <= top_high)
@@ -206,20 +236,20 @@ def pick(counts, widths, keys, wanted, equal, DONE: tl.constexpr, DIGIT: tl.cons
 
 
 @triton.jit
-def write(blocks, keys, wanted, equal, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
+def write(blocks, keys, wanted, equal, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
     """Write the band to `sent` and the rest to `held`; of a tie that is cut in two all entries are sent for now."""
     block = blocks + 6 * tl.program_id(0)
     slot = 2 * tl.load(block)
     i = tl.arange(0, BLOCK)
     inside = i < tl.load(block + 1)
-    v = tl.load(_address(block, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
+    v = _read(_aligned(block, 5 if FEEDBACK else 2, WHOLE), i, inside, WHOLE)
     top, end = tl.load(keys + slot), tl.load(keys + slot + 1)
     removed = tl.load(wanted + slot) >= tl.load(equal + slot)  # all entries as large as the top boundary are
     size = _magnitude(v)
     keep = (size >= end) & ((size < top) | ((size == top) & (removed == 0)))
-    tl.store(_address(block, 4) + i, tl.where(keep, v, 0.0), mask=inside)
+    _write(_aligned(block, 4, WHOLE), i, tl.where(keep, v, 0.0), inside, WHOLE)
     if FEEDBACK:
-        tl.store(_address(block, 5) + i, tl.where(keep, 0.0, v), mask=inside)
+        _write(_aligned(block, 5, WHOLE), i, tl.where(keep, 0.0, v), inside, WHOLE)
 
 
 @triton.jit
