@@ -1,5 +1,6 @@
 """`gradveil bench select`: the selection operator against the obvious ways to write it."""
 
+import functools
 import gc
 import json
 import time
@@ -92,11 +93,12 @@ def bench_select(
     """Time dual pruning with error feedback on a gradient of ResNet18's shapes (62 tensors, 11.17 M numbers)."""
     where = torch.device(device)
     net = models.build("resnet18", num_classes=10, input_shape=(3, 32, 32), seed=0)
-    rng = torch.Generator().manual_seed(0)
+    rng = torch.Generator(where).manual_seed(0)
     shapes = [p.shape for p in net.parameters()] * scale
     # Heavy tails and a different scale for every layer, as gradients have.
-    values = [(torch.randn(s, generator=rng) ** 3 * (0.1 + torch.rand(1, generator=rng))).to(where) for s in shapes]
-    residuals = [(torch.randn(s, generator=rng)).to(where) for s in shapes]
+    normal = functools.partial(torch.randn, generator=rng, device=where)
+    values = [normal(s) ** 3 * (0.1 + torch.rand(1, generator=rng, device=where)) for s in shapes]
+    residuals = [normal(s) for s in shapes]
     bands = [select.band(v.numel(), 0.05, 0.75) for v in values]
     entries = sum(v.numel() for v in values)
 
