@@ -1,10 +1,11 @@
 """Defenses over the gradients of all users at once. What the pruning defenses do to one user they do here to all.
 
-A protector owns the users' defense states. `step` may overwrite the gradients and returns what is sent.
+A protector owns the users' defense states. `step` may overwrite the gradients and returns what is sent. On a GPU one
+may offer to do the same for each user as soon as its gradients are there.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +50,7 @@ class Protector(ABC):
         self.defense = defense
         self.rows = rows
         self.mask: Masks | None = None  # of the last aligned round
+        self.following: list[Callable[[], None]] = []  # per user, what does as `step` inside a CUDA graph, in place
 
     def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches the gradients are to be computed on."""
@@ -106,15 +108,25 @@ class Band(_Feedback):
 
     def __init__(self, defense: Defense, operator: DualPrune | TopK, rows: Rows) -> None:
         super().__init__(defense, rows, feedback=isinstance(defense, ErrorFeedback))
-        bands = [operator.band(n) for n in rows.layout.sizes] * rows.users
-        self._prune = InPlace(rows.segments(rows.grads), bands, None if self.held is None else rows.segments(self.held))
+        bands = [operator.band(n) for n in rows.layout.sizes]
+        on_gpu = rows.grads.is_cuda and gpu.AVAILABLE
+        parts = [1] * rows.users if on_gpu else [rows.users]  # one call for all costs a CPU less
+        grads = [rows.segments(part) for part in rows.grads.split(parts)]
+        held = [None] * len(parts) if self.held is None else [rows.segments(part) for part in self.held.split(parts)]
+        self._prunes = [InPlace(g, bands * (len(g) // len(bands)), h) for g, h in zip(grads, held, strict=True)]
+        if on_gpu:
+            self.following = [prune.launch for prune in self._prunes]
+            for launch in self.following:  # compiles the kernels, which a capture must not; all rows are still zero
+                launch()
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
-        self._prune()
+        for prune in self._prunes:
+            prune()
         return self.rows.grads
 
     def require_finite(self) -> None:
-        self._prune.require_finite()
+        for prune in self._prunes:
+            prune.require_finite()
 
 
 class Aligned(_Feedback):
