@@ -1,13 +1,11 @@
 """The forward and backward passes of all users, at the same weights, into one row of gradients each.
 
 On a GPU the users' passes are parallel branches of one CUDA graph: a batch of 32 does not fill the machine, ten do.
-What protects a user's gradients may follow in its branch; branches of different priority end one after the other, so
-that the protection of one overlaps with the passes of the next.
 On a CPU small pictures go through a plain network in one vectorised pass, because starting ten costs more than they do.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +20,6 @@ from .job import Job
 from .protectors import Rows
 
 LANES = 10  # branches of the graph that may run at once
-PRIORITIES = 5  # levels they are spread over
 SMALL_PICTURE = 512  # entries; on pictures of CIFAR's size a loop over the users is the faster one
 WARM_UPS = 3  # runs before the capture: kernels are chosen and libraries set up then
 
@@ -56,9 +53,8 @@ class Compute:
         self._targets = [list(self.layout.views(row).values()) for row in self.rows.grads]
         self._buffers = [self.buffer_layout.views(row) for row in self.statistics]
         self._batches: list[Batch] = []  # what the graph reads
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}  # by whether something follows the passes
-        lanes = min(lanes, users) if device.type == "cuda" else 0
-        self._lanes = [torch.cuda.Stream(device, priority=-(lane * PRIORITIES // lanes)) for lane in range(lanes)]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._lanes = [torch.cuda.Stream(device) for _ in range(min(lanes, users))] if device.type == "cuda" else []
         self._vectorised = device.type == "cpu" and half is None and _is_plain(job)
         self.load_buffers([buffers] * users)
 
@@ -74,8 +70,8 @@ class Compute:
             common = self.statistics.mean(0) if how == "average" else self.statistics[0].clone()
             self.statistics.copy_(common.expand_as(self.statistics))
 
-    def run(self, batches: Sequence[Batch], round_: int, following: Sequence[Callable[[], None]] = ()) -> None:
-        """Fill gradients, losses and statistics; on a GPU then do what follows for each user, always the same."""
+    def run(self, batches: Sequence[Batch], round_: int) -> None:
+        """Fill gradients, losses and statistics."""
         if self._job.device.type != "cuda":
             self._refresh()
             if self._vectorised:
@@ -85,7 +81,7 @@ class Compute:
                 torch.default_generator.manual_seed(self._seed(str(user), round_))
                 self._one_user(user, batch)
             return
-        graph = self._graphs.get(bool(following)) or self._capture(batches, following)
+        graph = self._graph or self._capture(batches)
         torch._foreach_copy_([b.inputs for b in self._batches], [b.inputs for b in batches])
         torch._foreach_copy_([b.labels for b in self._batches], [b.labels for b in batches])
         torch.cuda.manual_seed(self._seed("all", round_))
@@ -94,8 +90,8 @@ class Compute:
     def _seed(self, who: str, round_: int) -> int:
         return derive_rng(self._job.settings.seed, who, round_, "layers").initial_seed()
 
-    def _capture(self, batches: Sequence[Batch], following: Sequence[Callable[[], None]]) -> torch.cuda.CUDAGraph:
-        self._batches = self._batches or [Batch(b.inputs.clone(), b.labels.clone()) for b in batches]
+    def _capture(self, batches: Sequence[Batch]) -> torch.cuda.CUDAGraph:
+        self._batches = [Batch(b.inputs.clone(), b.labels.clone()) for b in batches]
         before = self.statistics.clone()
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -105,12 +101,12 @@ class Compute:
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            self._all_users(following)
+            self._all_users()
         self.statistics.copy_(before)
-        self._graphs[bool(following)] = graph
+        self._graph = graph
         return graph
 
-    def _all_users(self, following: Sequence[Callable[[], None]] = ()) -> None:
+    def _all_users(self) -> None:
         self._refresh()
         main = torch.cuda.current_stream()
         for lane in self._lanes:
@@ -118,8 +114,6 @@ class Compute:
         for user, batch in enumerate(self._batches):
             with torch.cuda.stream(self._lanes[user % len(self._lanes)]):
                 self._one_user(user, batch)
-                if following:
-                    following[user]()
         for lane in self._lanes:
             main.wait_stream(lane)
 

@@ -1,7 +1,7 @@
 """The same protocol as `loop`, for all users at once: what makes 100 epochs a matter of minutes on a GPU.
 
-Gradients, residuals, weights and momentum are flat rows; the passes run as one CUDA graph, with the selection in it
-where a defense is one. Nothing waits for the GPU within a chunk of rounds. Encoding every payload would take
+Gradients, residuals, weights and momentum are flat rows; the passes run as one CUDA graph and the selection as one
+set of kernels over all users. Nothing waits for the GPU within a chunk of rounds. Encoding every payload would take
 longer than training, so real bytes, norms and defense seconds are measured on sample rounds, for one user in turn;
 `Round.users_measured` says so.
 """
@@ -155,13 +155,9 @@ class FastTrainer:
         whole = job.feed.gather(draw)
         parts = zip(whole.inputs.split(job.feed.sizes), whole.labels.split(job.feed.sizes), strict=True)
         batches = self._protector.prepare(index, [Batch(*part) for part in parts])
-        measuring, following = index % self._wire_every == 0, self._protector.following
-        compute.run(batches, index, () if measuring else following)
-        probe = self._probe(index) if measuring else None
-        if probe is not None:
-            sent = probe.timed_step(index, batches)
-        else:
-            sent = compute.rows.grads if following else self._protector.step(index, batches)
+        compute.run(batches, index)
+        probe = None if index % self._wire_every else self._probe(index)
+        sent = self._protector.step(index, batches) if probe is None else probe.timed_step(index, batches)
         mean = sent.mean(0) if self._shares is None else (sent * self._shares).sum(0)
         # Encoding takes a CPU thread a second at most, while the GPU goes on.
         found = None if probe is None else self._encoder.submit(probe.measure(sent, mean))

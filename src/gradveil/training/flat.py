@@ -66,21 +66,16 @@ class InPlace:
         if self._graph is not None:
             self._graph.replay()
         elif self._selector is not None:
-            self.launch()  # compiles the kernels, which recording them does not
+            self._selector.run()  # compiles the kernels, which recording them does not
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
-                self.launch()
+                self._selector.run()
         elif self._residuals is None:
             torch._foreach_copy_(self._tensors, select.prune(self._tensors, self._bands))
         else:
             sent, held = select.prune_with_feedback(self._tensors, self._residuals, self._bands)
             torch._foreach_copy_(self._tensors, sent)
             torch._foreach_copy_(self._residuals, held)
-
-    def launch(self) -> None:
-        """Start the kernels on a GPU; a CUDA graph can hold this."""
-        assert self._selector is not None
-        self._selector.run()
 
     def require_finite(self) -> None:
         """Raise `GradientError` if a selection so far met NaN or infinity."""
