@@ -7,10 +7,23 @@ import pytest
 import torch
 
 from gradveil import Step, Veil, theory, tree, unseal
-from gradveil.defenses import Hardened, strategy_sensitivity
-from gradveil.errors import NeedError
+from gradveil.defenses import DEFENSES, Hardened, strategy_sensitivity
+from gradveil.defenses.hardened import on_grid
+from gradveil.errors import GradientError, NeedError
+from gradveil.models import build as build_model
+from gradveil.spec import build, to_text
+from gradveil.training import Settings, assemble
+from gradveil.training.flat import Layout
+from gradveil.training.protectors import Noisy, Rows, protector_for
 
 N = 20_000
+GRID = [2 ** (k / 4) for k in range(-128, 257)]
+
+
+def just_below(size: float, rng: torch.Generator) -> torch.Tensor:
+    """Return a gradient whose RMS is within a hundredth of `size`, so that the grid's next point is known."""
+    g = torch.randn(N, generator=rng)
+    return g * (0.995 * size / g.square().mean().sqrt())
 
 
 def gradient(rng: torch.Generator) -> dict[str, torch.Tensor]:
@@ -40,7 +53,7 @@ def test_noise_taken_back_does_not_add_up(rng: torch.Generator) -> None:
         veil = Veil(Hardened(noise=4.0, examples=1, bits=0, memory=memory), gradient(rng), seed=2)
         came, left = torch.zeros(N), torch.zeros(N)
         for _ in range(100):
-            g = {"w": torch.randn(N, generator=rng), "b": torch.zeros(10)}
+            g = {"w": just_below(1.0, rng), "b": torch.zeros(10)}
             came += g["w"]
             left += unseal(veil.seal(g, 1))["w"]
         errors[memory] = float((left - came).std())
@@ -53,10 +66,9 @@ def test_memory_is_the_share_of_the_last_noise_that_comes_back(rng: torch.Genera
 
     So what a whole run says about one batch is the bound of one upload times the squared sensitivity of that strategy.
     """
-    g = torch.randn(N, generator=rng)
-    defense = Hardened(noise=3.0, examples=1, bits=0, memory=0.7)
-    veil, scale = Veil(defense, {"w": g}, seed=4), 3.0 * float(g.square().mean().sqrt())
-    noise = [(unseal(veil.seal({"w": g}, 1))["w"] - g) / scale for _ in range(5)]
+    g = just_below(1.0, rng)
+    veil = Veil(Hardened(noise=4.0, examples=1, bits=0, memory=0.7), {"w": g}, seed=4)
+    noise = [(unseal(veil.seal({"w": g}, 1))["w"] - g) / 4.0 for _ in range(5)]
     for before, now in pairwise(noise[1:]):
         assert float(now.var()) == pytest.approx(1 + 0.7**2, rel=0.05)
         assert float((before * now).mean()) == pytest.approx(-0.7, abs=0.05)
@@ -95,12 +107,12 @@ def test_nothing_leaves_before_enough_examples_are_mixed(rng: torch.Generator) -
     veil = Veil(Hardened(noise=4.0, examples=32, bits=0), {"w": torch.zeros(N)}, seed=1)
     came = torch.zeros(N)
     for i in range(8):
-        g = torch.randn(N, generator=rng)
+        g = just_below(0.5 if i % 4 == 3 else 1.166, rng)
         came += g
         sent = unseal(veil.seal({"w": g}, 8))["w"]
         assert bool(sent.any()) == (i % 4 == 3)
-        if i == 3:
-            assert float((sent - came).std()) == pytest.approx(16.0, rel=0.05)  # four gradients' worth of noise
+        if i == 3:  # noise for all four together, however small the last one is
+            assert float((sent - came).std()) == pytest.approx(16.0, rel=0.05)
     assert veil.residual is not None
     with pytest.raises(NeedError, match="how many examples"):
         Hardened().apply({"w": torch.zeros(3)}, Hardened().init({"w": torch.zeros(3)}), Step(rng))
@@ -111,6 +123,72 @@ def test_zero_gradients_send_zeros(rng: torch.Generator) -> None:
     assert not unseal(veil.seal({"w": torch.zeros(50)}, 1))["w"].any()
 
 
+def test_the_size_of_the_noise_is_the_next_one_on_the_grid(rng: torch.Generator) -> None:
+    sizes = torch.exp2(torch.rand(500, generator=rng, dtype=torch.float64) * 110 - 40)
+    for size, found in zip(sizes.tolist(), on_grid(sizes).tolist(), strict=True):
+        above = [point for point in GRID if point >= size]
+        assert found == (pytest.approx(above[0], rel=1e-9) if above else math.inf)
+    known = {*on_grid(torch.tensor([0.0, 1e30])).tolist(), *on_grid(torch.tensor(GRID) * 0.99).tolist()}
+    assert len(known) == theory.SCALES == len(GRID) + 2
+
+
+def test_uploads_of_gradients_of_about_the_same_size_show_the_same_size(rng: torch.Generator) -> None:
+    g, shown = torch.randn(N, generator=rng), set()
+    for share in (0.90, 0.93, 0.99):
+        veil = Veil(Hardened(16.0, 1), {"w": g}, seed=1)
+        sent = unseal(veil.seal({"w": g / g.square().mean().sqrt() * share}, 1))["w"]
+        shown.add(tuple(sent.abs().unique().tolist()))
+    assert len(shown) == 1
+
+
+def test_no_noise_no_upload(rng: torch.Generator) -> None:
+    """A tensor without a gradient would send its bare residual, and with it the last gradient and its noise."""
+    veil = Veil(Hardened(4.0, 1, bits=0), {"w": torch.zeros(N)}, seed=1)
+    veil.seal({"w": torch.randn(N, generator=rng)}, 1)
+    assert not unseal(veil.seal({"w": torch.zeros(N)}, 1))["w"].any()
+
+
+def test_half_gradients_get_their_noise_and_huge_ones_are_refused(rng: torch.Generator) -> None:
+    small = {"w": (1e-5 * torch.randn(N, generator=rng)).half()}  # its squares are zero in this type
+    sent, _ = Hardened(16.0, 1, 0).apply(small, Hardened().init(small), Step(rng))
+    assert sent["w"].dtype is torch.float16
+    assert 16e-5 < float(sent["w"].float().std()) < 20e-5
+    with pytest.raises(GradientError, match="infinity"):
+        Veil(Hardened(64.0, 1), small, seed=0).seal({"w": torch.full((N,), 1e25)}, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "noise"), [("hardened", 64.0), ("hardened(noise=7.5)", 7.5), ("hardened(nats=500)", 105.7)]
+)
+def test_the_noise_follows_the_size_of_the_model(text: str, noise: float) -> None:
+    defense = build(DEFENSES, text, "defense")
+    assert isinstance(defense, Hardened)
+    assert to_text(defense) == text
+    resnet = sum(p.numel() for p in build_model("resnet18", num_classes=10, input_shape=(3, 32, 32)).parameters())
+    assert defense.strength(resnet) == pytest.approx(noise, rel=5e-3)
+    assert defense.strength(8_000) == (noise if defense.noise else 16.0)
+
+
+def test_the_fast_engine_does_the_same(rng: torch.Generator) -> None:
+    job = assemble(Settings("lenet", "digits", defense="hardened", users=2, rounds=2))
+    params = dict(job.model.named_parameters())
+    layout = Layout(params)
+    rows = Rows(torch.randn(2, layout.total, generator=rng), layout)
+    came = [{name: g.clone() for name, g in layout.views(row).items()} for row in rows.grads]
+    protector = protector_for(job.defense, rows, job)
+    assert isinstance(protector, Noisy)
+    sent = protector.step(0, [])
+    for user, grads in enumerate(came):
+        state = protector.states()[user]
+        assert state.keys() == job.defense.init(params).keys()
+        for name, g in grads.items():
+            out = layout.views(sent[user])[name]
+            torch.testing.assert_close(out + state[f"residual.{name}"], g, rtol=1e-4, atol=1e-4)
+            scale = on_grid(16.0 * g.square().mean().sqrt())
+            possible = scale * torch.tensor(Hardened().levels(16.0))
+            assert all(float((possible / size - 1).abs().min()) < 1e-3 for size in out.abs().unique())
+
+
 def test_undo_puts_everything_back(rng: torch.Generator) -> None:
     veil = Veil(Hardened(examples=1), gradient(rng), seed=1)
     g = gradient(rng)
@@ -119,7 +197,7 @@ def test_undo_puts_everything_back(rng: torch.Generator) -> None:
     assert tree.global_norm(tree.sub(veil.residual, g)) < 1e-3 * tree.global_norm(g)
 
 
-@pytest.mark.parametrize("wrong", [{"noise": 0.0}, {"noise": -1.0}, {"bits": 5}, {"memory": 1.5}])
+@pytest.mark.parametrize("wrong", [{"noise": 0.0}, {"noise": -1.0}, {"bits": 5}, {"memory": 1.5}, {"nats": 0.0}])
 def test_arguments(wrong: dict[str, float]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Hardened(**wrong)  # type: ignore[arg-type]
@@ -134,12 +212,12 @@ def test_gpu_kernel_does_the_same(bits: int, rng: torch.Generator) -> None:
     sizes = [1, 10, 5000, 100_001]
     grads, held = ([torch.randn(n, generator=rng).cuda() for n in sizes] for _ in range(2))
     totals = [g + h for g, h in zip(grads, held, strict=True)]
-    scales = [8.0 * float(g.square().mean().sqrt()) for g in grads]
+    scales = [float(on_grid(8.0 * g.square().mean().sqrt())) for g in grads]
     defense = Hardened(8.0, 1, bits)
-    Release(defense, grads, held).run(5)
+    Release(defense, 8.0, grads, held).run(5)
     for sent, rest, total, scale in zip(grads, held, totals, scales, strict=True):
         torch.testing.assert_close(sent + rest, total, rtol=1e-4, atol=1e-3)
         for level in sent.abs().unique().tolist() if bits else ():
-            assert min(abs(level / scale / known - 1) for known in defense.levels()) < 1e-3
+            assert min(abs(level / scale / known - 1) for known in defense.levels(8.0)) < 1e-3
     error = (grads[3] - totals[3]).std() / scales[3]
     assert 0.9 < float(error) < 1.6

@@ -15,6 +15,11 @@ from . import check, tree
 from .core import Batch, Grads, LossFn
 from .gradients import parameters
 
+# The noise of the hardened release has one of finitely many sizes for each tensor: zero, a power of 2 ** (1 / 4) from
+# 2 ** LOWEST to 2 ** HIGHEST, or one beyond, which is not sent.
+PER_OCTAVE, LOWEST, HIGHEST = 4, -32, 64
+SCALES = PER_OCTAVE * (HIGHEST - LOWEST) + 3
+
 
 def gamma(total: Grads, sent: Grads) -> float:
     """Return ||total - sent||^2 / ||total||^2, the share of energy a step held back (0 for an all-zero gradient).
@@ -124,34 +129,34 @@ def reconstruction_lower_bound(distance: float, spectral_norm: float) -> float:
     return distance / spectral_norm
 
 
-def release_information(entries: int, noise: float) -> float:
-    """Return the most nats one upload of `Hardened(noise)` can carry about the batch: entries / (2 noise^2).
+def release_information(entries: int, noise: float, tensors: int = 0) -> float:
+    """Return the most nats one upload of `Hardened(noise)` can carry about the batch.
 
-    Each entry is a Gaussian channel whose signal is, on average over its tensor, 1 / noise^2 of the noise in power;
-    ln(1 + p) <= p, and rounding what was received cannot add information. Holds for any attacker, label and mask
-    knowledge included, about one upload of a client whose residual starts at zero, given the scales of the noise
-    (one number per tensor, which is sent too). It does not hold for the sum of many uploads of the same batch.
+    entries / (2 noise^2) by its values, and ln(SCALES) for each of its `tensors` by the size of the noise. Given that
+    size, each entry is a Gaussian channel whose signal is, on average over its tensor, at most 1 / noise^2 of the
+    noise in power; ln(1 + p) <= p, and rounding what was received cannot add information. Holds for any attacker,
+    label and mask knowledge included, about one upload. It does not hold for many uploads of the same batch together.
 
-    >>> round(release_information(11_173_962, 64.0))
-    1364
+    >>> round(release_information(11_173_962, 64.0)), round(release_information(11_173_962, 64.0, tensors=62))
+    (1364, 1733)
     """
-    check.at_least(0, entries=entries)
+    check.at_least(0, entries=entries, tensors=tensors)
     check.positive(noise=noise)
-    return entries / (2 * noise**2)
+    return entries / (2 * noise**2) + tensors * math.log(SCALES)
 
 
-def release_error_bound(entries: int, noise: float, unknowns: int) -> float:
+def release_error_bound(entries: int, noise: float, unknowns: int, tensors: int = 0) -> float:
     """Return a lower bound on the mean squared error of any reconstruction, as a share of the prior variance.
 
     exp(-2 I / d) for d unknown numbers that are Gaussian and independent a priori, I the nats above (rate-distortion).
     Pictures are not: neighbouring pixels agree, so a real attacker starts from a smaller prior variance than the
     pixels' own, and the bound then speaks of the error relative to what its prior leaves open.
 
-    >>> [round(release_error_bound(11_173_962, 64.0, pictures * 3072), 2) for pictures in (1, 32)]
-    [0.41, 0.97]
+    >>> [round(release_error_bound(11_173_962, 64.0, pictures * 3072, tensors=62), 2) for pictures in (1, 32)]
+    [0.32, 0.97]
     """
     check.at_least(1, unknowns=unknowns)
-    return math.exp(-2 * release_information(entries, noise) / unknowns)
+    return math.exp(-2 * release_information(entries, noise, tensors) / unknowns)
 
 
 def gradient_function(model: nn.Module, loss_fn: LossFn, labels: Tensor) -> Callable[[Tensor], Grads]:

@@ -17,10 +17,13 @@ from torch import Tensor
 from .. import check, tree
 from ..core import Defense, Grads, State, Step
 from ..errors import StateError
+from ..theory import HIGHEST, LOWEST, PER_OCTAVE
 
 # The best levels for a normal variable of unit variance (Lloyd and Max), positive half, and the error they leave.
 _LEVELS = {1: (0.7979,), 2: (0.4528, 1.5104), 3: (0.2451, 0.7560, 1.3439, 2.1520)}
 _ERROR = {0: 0.0, 1: 0.3634, 2: 0.1175, 3: 0.0345}
+# In a fresh small model the largest entries are 4 to 15 times the RMS: less noise would leave them to be seen.
+LEAST_NOISE = 16.0
 
 
 @dataclass(frozen=True)
@@ -29,64 +32,81 @@ class Hardened(Defense):
 
     `examples` is how many private examples are mixed before anything leaves: a client with smaller batches adds up
     gradients and uploads nothing until then. `noise` is the standard deviation of the noise in units of the RMS of
-    the gradient tensor. `bits` is what one entry costs on the wire: 1 to 3, or 0 for unrounded floats. `memory` is
-    the share of the noise that is taken back later; 1 costs training least, less than 1 bounds what any number of
-    later rounds can add about one batch.
+    the gradient tensor, rounded up to a power of 2 ** (1 / 4). Without it the values of one upload carry at most
+    `nats` about the batch, and a small model gets noise `LEAST_NOISE`. `bits` is what one entry costs on the wire: 1 to
+    3, or 0 for unrounded floats. `memory` is the share of the noise that is taken back later; 1 costs training least,
+    less than 1 bounds what any number of later rounds can add about one batch.
 
-    Guarantees: one upload carries at most `theory.release_information(n, noise)` nats about all its examples
+    Guarantees: one upload carries at most `theory.release_information(n, noise, tensors)` nats about all its examples
     together. The residual stays within a few multiples of the noise. Does not guarantee differential privacy: single
     examples are not clipped and the scale of the noise follows the data; and whoever holds candidate pictures can
     still test whether one of them was used. docs/hardened.md has the attacks it was measured against.
+
+    >>> [round(Hardened().strength(n), 1) for n in (15_826, 11_173_962)]  # LeNet, ResNet18
+    [16.0, 64.0]
     """
 
-    noise: float = 64.0
+    noise: float | None = None
     examples: int = 32
     bits: int = 2
     memory: float = 1.0
+    nats: float = 1364.0
 
     def __post_init__(self) -> None:
-        check.positive(noise=self.noise)
+        check.positive(nats=self.nats, **({} if self.noise is None else {"noise": self.noise}))
         check.at_least(1, examples=self.examples)
         check.fraction(memory=self.memory)
         if self.bits not in _ERROR:
             raise ValueError(f"bits must be 0, 1, 2 or 3, got {self.bits}")
 
     def init(self, params: Grads) -> State:
-        # Examples and gradients since the last upload; beside the tensors, so that all state is in one place.
-        zero = torch.zeros((), dtype=torch.int64, device=next((p.device for p in params.values()), None))
-        return {**tree.under("residual", tree.zeros_like(params)), "mixed": zero, "gradients": zero.clone()}
+        # Examples since the last upload, and the RMS of their gradients; in the state, so that it is all in one place.
+        device = next((p.device for p in params.values()), None)
+        return {
+            **tree.under("residual", tree.zeros_like(params)),
+            **tree.under("size", tree.tmap(lambda p: torch.zeros(1, device=p.device), params)),
+            "mixed": torch.zeros((), dtype=torch.int64, device=device),
+        }
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
-        residual = tree.only("residual", state)
-        if residual.keys() != grads.keys():
+        residual, size = tree.only("residual", state), tree.only("size", state)
+        if not residual.keys() == size.keys() == grads.keys():
             raise StateError("the residual does not fit this gradient: start from defense.init(params)")
         count = 1 if self.examples == 1 else step.require_count(self.key())
-        mixed, gradients = state["mixed"] + count, state["gradients"] + 1
+        mixed, size = state["mixed"] + count, {name: size[name] + rms(g.reshape(1, -1))[0] for name, g in grads.items()}
         if int(mixed) < self.examples:
             held = tree.under("residual", tree.add(residual, grads))
-            return tree.zeros_like(grads), {**held, "mixed": mixed, "gradients": gradients}
+            return tree.zeros_like(grads), {**held, **tree.under("size", size), "mixed": mixed}
+        noise = self.strength(sum(g.numel() for g in grads.values()))
         sent, held = {}, {}
         for name, g in grads.items():
             normal = torch.randn(g.shape, generator=step.rng, device=step.rng.device).to(g)
             flat = [t.reshape(1, -1) for t in (g, residual[name], normal)]
-            out, rest = self.release(flat[0], flat[1], flat[2], int(gradients))
+            out, rest = self.release(flat[0], flat[1], flat[2], noise, size[name])
             sent[name], held[name] = out.view(g.shape), rest.view(g.shape)
-        none = torch.zeros_like(mixed)
-        return sent, {**tree.under("residual", held), "mixed": none, "gradients": none.clone()}
+        fresh = {**tree.under("size", tree.zeros_like(size)), "mixed": torch.zeros_like(mixed)}
+        return sent, {**tree.under("residual", held), **fresh}
 
-    def release(self, grads: Tensor, residual: Tensor, normal: Tensor, gradients: int = 1) -> tuple[Tensor, Tensor]:
+    def strength(self, entries: int) -> float:
+        """Return the noise, in units of the RMS, for a gradient of so many entries in all its tensors."""
+        return self.noise or max(LEAST_NOISE, math.sqrt(entries / (2 * self.nats)))
+
+    def release(
+        self, grads: Tensor, residual: Tensor, normal: Tensor, noise: float, size: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return (sent, next residual) of one tensor of several clients `[users, n]`, given standard normal noise.
 
-        Where several gradients were mixed, the noise is as if they all pointed the same way: never too small.
+        `size` is the RMS of each client's gradient, or the sum over those that were mixed, which the RMS of their sum
+        cannot exceed.
         """
         if not grads.numel():
             return grads, residual
-        scale = self.noise * gradients * grads.square().mean(-1, keepdim=True).sqrt()
-        noise = normal * scale
+        scale = on_grid(noise * size).to(grads.dtype).view(-1, 1)
+        drawn = normal * scale
         total = grads + residual
-        sent = self._round(total + noise, scale)
+        sent = _round(total + drawn, scale, self.levels(noise))
         held = total - sent
-        return sent, held if self.memory == 1 else held.add_(noise, alpha=1 - self.memory)
+        return sent, held if self.memory == 1 else held.add_(drawn, alpha=1 - self.memory)
 
     def residual(self, state: State) -> Grads | None:
         return tree.only("residual", state)
@@ -94,20 +114,39 @@ class Hardened(Defense):
     def take_back(self, sent: Grads, state: State) -> State:
         return {**state, **tree.under("residual", tree.add(tree.only("residual", state), sent))}
 
-    def levels(self) -> list[float]:
-        """Return the magnitudes that can be sent, in units of the noise; none if values are not rounded."""
+    def levels(self, noise: float) -> list[float]:
+        """Return the magnitudes that can be sent, in units of its deviation; none if values are not rounded."""
         if not self.bits:
             return []
         # In the long run a value is this noise, the last one taken back, and the rounding of both.
-        spread = math.sqrt((2 + self.noise**-2) / (1 - _ERROR[self.bits]))
+        spread = math.sqrt((2 + noise**-2) / (1 - _ERROR[self.bits]))
         return [level * spread for level in _LEVELS[self.bits]]
 
-    def _round(self, values: Tensor, scale: Tensor) -> Tensor:
-        levels = self.levels()
-        if not levels:
-            return values
-        size = values.abs()
-        rounded = torch.full_like(values, levels[0])
-        for low, high in pairwise(levels):
-            rounded += (size > scale * (low + high) / 2) * (high - low)
-        return torch.copysign(rounded * scale, values)
+
+def rms(grads: Tensor) -> Tensor:
+    """Return the root mean square of every row; in float32, since the squares of a half would underflow."""
+    norm: Tensor = torch.linalg.vector_norm(grads.float(), dim=-1)
+    return norm / math.sqrt(max(grads.shape[-1], 1))
+
+
+def on_grid(scale: Tensor) -> Tensor:
+    """Return the next of `theory.SCALES` sizes: what is sent tells no more of a gradient's exact size.
+
+    Zero stays zero. What is larger than all of them becomes infinite, so that the upload is refused as not finite.
+
+    >>> on_grid(torch.tensor([0.0, 1e-30, 1.0, 1.1, 3.0, 1e30]))
+    tensor([0.0000e+00, 2.3283e-10, 1.0000e+00, 1.1892e+00, 3.3636e+00,        inf])
+    """
+    exponent = (scale.log2() * PER_OCTAVE).ceil().clamp_min(PER_OCTAVE * LOWEST)
+    size = torch.exp2(exponent / PER_OCTAVE).masked_fill(exponent > PER_OCTAVE * HIGHEST, math.inf)
+    return torch.where(scale == 0, scale, size)
+
+
+def _round(values: Tensor, scale: Tensor, levels: list[float]) -> Tensor:
+    if not levels:
+        return values * (scale != 0)  # without noise nothing leaves: the residual holds older gradients
+    size = values.abs()
+    rounded = torch.full_like(values, levels[0])
+    for low, high in pairwise(levels):
+        rounded += (size > scale * (low + high) / 2) * (high - low)
+    return torch.copysign(rounded * scale, values)

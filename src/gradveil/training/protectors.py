@@ -1,11 +1,10 @@
 """Defenses over the gradients of all users at once. What the pruning defenses do to one user they do here to all.
 
-A protector owns the users' defense states. `step` may overwrite the gradients and returns what is sent. On a GPU one
-may offer to do the same for each user as soon as its gradients are there.
+A protector owns the users' defense states. `step` may overwrite the gradients and returns what is sent.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 from .. import select, tree
 from ..core import Batch, Defense, Masks, State, Step
 from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, Hardened, Identity, TopK
+from ..defenses.hardened import rms
 from ..errors import GradientError
 from ..select import gpu
 from ..veil import derive_rng
@@ -50,7 +50,6 @@ class Protector(ABC):
         self.defense = defense
         self.rows = rows
         self.mask: Masks | None = None  # of the last aligned round
-        self.following: list[Callable[[], None]] = []  # per user, what does as `step` inside a CUDA graph, in place
 
     def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
         """Return the batches the gradients are to be computed on."""
@@ -108,25 +107,15 @@ class Band(_Feedback):
 
     def __init__(self, defense: Defense, operator: DualPrune | TopK, rows: Rows) -> None:
         super().__init__(defense, rows, feedback=isinstance(defense, ErrorFeedback))
-        bands = [operator.band(n) for n in rows.layout.sizes]
-        on_gpu = rows.grads.is_cuda and gpu.AVAILABLE
-        parts = [1] * rows.users if on_gpu else [rows.users]  # one call for all costs a CPU less
-        grads = [rows.segments(part) for part in rows.grads.split(parts)]
-        held = [None] * len(parts) if self.held is None else [rows.segments(part) for part in self.held.split(parts)]
-        self._prunes = [InPlace(g, bands * (len(g) // len(bands)), h) for g, h in zip(grads, held, strict=True)]
-        if on_gpu:
-            self.following = [prune.launch for prune in self._prunes]
-            for launch in self.following:  # compiles the kernels, which a capture must not; all rows are still zero
-                launch()
+        bands = [operator.band(n) for n in rows.layout.sizes] * rows.users
+        self._prune = InPlace(rows.segments(rows.grads), bands, None if self.held is None else rows.segments(self.held))
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
-        for prune in self._prunes:
-            prune()
+        self._prune()
         return self.rows.grads
 
     def require_finite(self) -> None:
-        for prune in self._prunes:
-            prune.require_finite()
+        self._prune.require_finite()
 
 
 class Aligned(_Feedback):
@@ -172,13 +161,14 @@ class Noisy(_Feedback):
         super().__init__(defense, rows, feedback=True)
         assert self.held is not None
         self._defense, self._job = defense, job
+        self._noise = defense.strength(sum(rows.layout.sizes))
         grads, held = rows.segments(rows.grads), rows.segments(self.held)
         self._pairs = list(zip(grads, held, strict=True))
         self._kernel: Any = None
         if rows.grads.is_cuda and gpu.AVAILABLE:
             from .release import Release
 
-            self._kernel = Release(defense, grads, held)
+            self._kernel = Release(defense, self._noise, grads, held)
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         rng = derive_rng(self._job.settings.seed, "all", round_, "noise", self._job.device.type)
@@ -187,15 +177,14 @@ class Noisy(_Feedback):
             return self.rows.grads
         for grads, held in self._pairs:
             normal = torch.randn(1, grads.numel(), generator=rng, device=grads.device)
-            sent, rest = self._defense.release(grads[None], held[None], normal)
+            sent, rest = self._defense.release(grads[None], held[None], normal, self._noise, rms(grads[None]))
             grads.copy_(sent[0])
             held.copy_(rest[0])
         return self.rows.grads
 
     def states(self) -> list[State]:
         # Every batch is large enough to be released at once, so nothing is ever waiting.
-        none = torch.tensor(0)
-        return [{**state, "mixed": none, "gradients": none.clone()} for state in super().states()]
+        return [{**self._defense.init(tree.only("residual", state)), **state} for state in super().states()]
 
 
 class Each(Protector):

@@ -10,6 +10,10 @@ from torch import Tensor
 
 from ..defenses import Hardened
 from ..select.gpu import BLOCK, WARPS, plan_for
+from ..theory import HIGHEST, LOWEST, PER_OCTAVE
+
+_PER_OCTAVE = tl.constexpr(float(PER_OCTAVE))
+_FIRST, _LAST = tl.constexpr(float(PER_OCTAVE * LOWEST)), tl.constexpr(float(PER_OCTAVE * HIGHEST))
 
 
 @triton.jit
@@ -46,12 +50,16 @@ def _release(
     BLOCK: tl.constexpr,
 ):
     segment, left, grads, held = _locate(blocks, pointers, segments)
-    scale = noise * tl.sqrt(tl.load(sums + segment) / tl.load(sizes + segment).to(tl.float32))
+    least = noise * tl.sqrt(tl.load(sums + segment) / tl.load(sizes + segment).to(tl.float32))
+    exponent = tl.ceil(tl.log2(least) * _PER_OCTAVE)  # as `hardened.on_grid`
+    exponent = tl.maximum(exponent, _FIRST, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.where(exponent > _LAST, float("inf"), tl.exp2(exponent / _PER_OCTAVE))
+    scale = tl.where(least == 0, 0.0, scale)
     i = tl.arange(0, BLOCK)
     inside = i < left
     total = tl.load(grads + i, mask=inside, other=0.0) + tl.load(held + i, mask=inside, other=0.0)
     drawn = tl.randn(seed, tl.program_id(0) * BLOCK + i) * scale
-    sent = total + drawn
+    sent = tl.where(scale == 0, 0.0, total + drawn)
     if LEVELS > 0:
         size = tl.full([BLOCK], 0.0, tl.float32) + tl.load(levels) * scale
         for k in tl.static_range(1, LEVELS):
@@ -65,14 +73,14 @@ def _release(
 class Release:
     """Overwrites gradients with what is sent and residuals with what is held back; addresses must not change."""
 
-    def __init__(self, defense: Hardened, grads: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    def __init__(self, defense: Hardened, noise: float, grads: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         device = grads[0].device
         self._keep = (list(grads), list(held))
-        self._defense = defense
+        self._noise, self._forget = noise, 1 - defense.memory
         self._plan = plan_for(tuple(g.numel() for g in grads), ((0, 0),) * len(grads), device)
         self._pointers = torch.tensor([[t.data_ptr() for t in row] for row in (grads, held)], device=device)
         self._sums = torch.zeros(len(grads), device=device)
-        self._levels = torch.tensor(defense.levels() or [0.0], device=device)
+        self._levels = torch.tensor(defense.levels(noise), device=device)
 
     def run(self, seed: int) -> None:
         """Launch both kernels; `seed` settles the noise."""
@@ -80,6 +88,5 @@ class Release:
         programs = (len(self._plan.blocks),)
         self._sums.zero_()
         _squares[programs](*where, BLOCK=BLOCK, num_warps=WARPS)
-        levels, defense = self._levels, self._defense
-        chosen = (seed % 2**31, defense.noise, levels, 1 - defense.memory)
-        _release[programs](*where, *chosen, LEVELS=len(defense.levels()), BLOCK=BLOCK, num_warps=WARPS)
+        chosen = (seed % 2**31, self._noise, self._levels, self._forget)
+        _release[programs](*where, *chosen, LEVELS=len(self._levels), BLOCK=BLOCK, num_warps=WARPS)
