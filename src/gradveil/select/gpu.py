@@ -3,8 +3,8 @@
 A sorted sample of each tensor brackets the two magnitudes at which its band begins and ends. One pass over everything
 adds the residual, counts what lies above each bracket and gathers the few entries inside; a radix search over those
 settles the boundary, 8 bits a pass. Where a bracket missed, which costs time but never exactness, the radix search
-goes over the whole tensor. The last pass writes the result; a tie that a boundary cuts in two is mended after it, in
-index order, as the plain rule asks.
+goes over the whole tensor. Where a boundary cuts through equal entries, they are counted block by block, since equal
+ones rank by their index; gradients computed in bfloat16 have many. The last pass writes the result.
 """
 
 import importlib.util
@@ -97,15 +97,17 @@ class Selector:
         self._blocks[:, 2:] = self._pointers.T[self._plan.blocks[:, 0]] + self._plan.blocks[:, 2:]
         # A block that is full and begins at a multiple of 16 bytes is read and written four entries at a time.
         whole = (self._blocks[:, 1] == BLOCK) & (self._blocks[:, 2:] % 16 == 0).all(1)
-        self._parts = [(self._blocks[whole], True), (self._blocks[~whole], False)]
-        # One buffer, cleared by one launch: the counts of each pass, then what lies above and inside the brackets.
-        lengths = [(2 * s) << DIGIT] * PASSES + [4 * s]
+        numbers = torch.arange(programs, device=device)
+        self._parts = [(self._blocks[which], numbers[which], how) for which, how in ((whole, True), (~whole, False))]
+        # One buffer, cleared by one launch: the counts of each pass, what lies above and inside the brackets, and ties.
+        lengths = [(2 * s) << DIGIT] * PASSES + [4 * s, 2 * programs]
         self._scratch = torch.empty(sum(lengths), dtype=torch.int32, device=device)
-        *self._counts, self._tallies = torch.split(self._scratch, lengths)
-        self._edges, self._ties = (torch.empty(n, dtype=torch.int32, device=device) for n in (4 * s, 2 * programs))
+        *self._counts, self._tallies, self._ties = torch.split(self._scratch, lengths)
+        self._edges, self._before = (torch.empty(n, dtype=torch.int32, device=device) for n in (4 * s, 2 * programs))
         self._states, self._widths, *found = torch.zeros(5, 2 * s, dtype=torch.int32, device=device)
         self._found = found  # of each boundary: its magnitude, how many equals rank above it, and how many there are
         self._candidates = torch.empty(max(self._plan.room, 1), device=device)
+        self._origins = torch.empty(max(self._plan.room, 1), dtype=torch.int32, device=device)  # the blocks they are of
         self.finite = torch.ones((), dtype=torch.int32, device=device)
 
     def run(self) -> None:
@@ -123,20 +125,23 @@ class Selector:
         bounds = (plan.ranks, self._edges, plan.regions, self._tallies, self._states, self._widths)
         self._scratch.zero_()
         kernels.guess[(s,)](plan.sizes, self._pointers, s, plan.ranks, self._edges, **sample)
-        for part, whole in self._parts:
+        for part, numbers, whole in self._parts:
             if len(part):
-                kernels.collect[(len(part),)](part, self._edges, *inside, self.finite, WHOLE=whole, **fed)
+                gathered = (plan.regions, self._candidates, self._origins, self._tallies)
+                kernels.collect[(len(part),)](part, numbers, self._edges, *gathered, self.finite, WHOLE=whole, **fed)
         kernels.settle[boundaries](*bounds, *found)
         for i, counts in enumerate(self._counts):
             digit: dict[str, Any] = {"DONE": i * DIGIT, "DIGIT": DIGIT}
             search = (plan.groups, *inside, self._states, self._widths, found[0], counts)
             kernels.count_digits[groups](blocks, *search, **digit, **fed)
             kernels.pick[boundaries](counts, self._widths, *found, **digit)
-        for part, whole in self._parts:
+        ties = (plan.regions, self._candidates, self._origins, self._tallies, self._states, *found, self._ties)
+        kernels.count_ties[groups](blocks, plan.groups, *ties, **fed)
+        kernels.add_ties[boundaries](plan.sizes, plan.first_block, *found, self._ties, self._before, **each)
+        for part, numbers, whole in self._parts:
             if len(part):
-                kernels.write[(len(part),)](part, *found, WHOLE=whole, **fed)
-        kernels.count_ties[groups](blocks, plan.groups, *found, self._ties, **each)
-        kernels.cut[groups](blocks, plan.groups, plan.first_block, *found, self._ties, **fed)
+                cuts = (*found, self._ties, self._before)
+                kernels.write[(len(part),)](part, numbers, *cuts, WHOLE=whole, **fed)
 
     def require_finite(self) -> None:
         """Wait for the GPU and raise `GradientError` if any run so far met NaN or infinity."""

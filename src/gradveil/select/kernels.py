@@ -90,9 +90,11 @@ def guess(
 @triton.jit
 def collect(
     blocks,
+    numbers,
     edges,
     regions,
     candidates,
+    origins,
     tallies,
     finite,
     WHOLE: tl.constexpr,
@@ -101,6 +103,7 @@ def collect(
 ):
     """Add the residual; count what lies above each bracket and gather, in any order, what lies inside."""
     block = blocks + 6 * tl.program_id(0)
+    number = tl.load(numbers + tl.program_id(0))
     slot = 2 * tl.load(block).to(tl.int32)
     i = tl.arange(0, BLOCK)
     inside = i < tl.load(block + 1)
@@ -124,17 +127,21 @@ def collect(
     tl.atomic_add(tallies + 2 * slot, ((total >> 24) & 0xFFF).to(tl.int32), sem="relaxed")
     tl.atomic_add(tallies + 2 * slot + 2, ((total >> 36) & 0xFFF).to(tl.int32), sem="relaxed")
     top_hits, end_hits = (total & 0xFFF).to(tl.int32), ((total >> 12) & 0xFFF).to(tl.int32)
-    _gather(v, in_top, order & 0xFFFF, top_hits, top_low < top_high, slot, regions, candidates, tallies)
-    _gather(v, in_end, order >> 16, end_hits, end_low < end_high, slot + 1, regions, candidates, tallies)
+    into = (regions, candidates, origins, tallies)
+    _gather(v, number, in_top, order & 0xFFFF, top_hits, top_low < top_high, slot, into)
+    _gather(v, number, in_end, order >> 16, end_hits, end_low < end_high, slot + 1, into)
 
 
 @triton.jit
-def _gather(v, match, order, hits, wide, slot, regions, candidates, tallies):
+def _gather(v, number, match, order, hits, wide, slot, into):
     """Append the matching entries to the candidates of a boundary; a bracket of one magnitude only counts them."""
+    regions, candidates, origins, tallies = into
     if hits > 0:
         begin = tl.atomic_add(tallies + 2 * slot + 1, hits, sem="relaxed")
         if wide & (begin + hits <= tl.load(regions + 2 * slot + 1)):
-            tl.store(candidates + tl.load(regions + 2 * slot) + begin + order - 1, v, mask=match)
+            place = tl.load(regions + 2 * slot) + begin + order - 1
+            tl.store(candidates + place, v, mask=match)
+            tl.store(origins + place, tl.zeros_like(order) + number, mask=match)
 
 
 @triton.jit
@@ -236,23 +243,6 @@ def pick(counts, widths, keys, wanted, equal, DONE: tl.constexpr, DIGIT: tl.cons
 
 
 @triton.jit
-def write(blocks, keys, wanted, equal, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Write the band to `sent` and the rest to `held`; of a tie that is cut in two all entries are sent for now."""
-    block = blocks + 6 * tl.program_id(0)
-    slot = 2 * tl.load(block)
-    i = tl.arange(0, BLOCK)
-    inside = i < tl.load(block + 1)
-    v = _read(_aligned(block, 5 if FEEDBACK else 2, WHOLE), i, inside, WHOLE)
-    top, end = tl.load(keys + slot), tl.load(keys + slot + 1)
-    removed = tl.load(wanted + slot) >= tl.load(equal + slot)  # all entries as large as the top boundary are
-    size = _magnitude(v)
-    keep = (size >= end) & ((size < top) | ((size == top) & (removed == 0)))
-    _write(_aligned(block, 4, WHOLE), i, tl.where(keep, v, 0.0), inside, WHOLE)
-    if FEEDBACK:
-        _write(_aligned(block, 5, WHOLE), i, tl.where(keep, 0.0, v), inside, WHOLE)
-
-
-@triton.jit
 def _is_cut(slot, keys, wanted, equal):
     """Say whether only some of the entries equal to a boundary rank above it; for zeros it makes no difference."""
     need = tl.load(wanted + slot)
@@ -260,40 +250,98 @@ def _is_cut(slot, keys, wanted, equal):
 
 
 @triton.jit
-def count_ties(blocks, groups, keys, wanted, equal, ties, BLOCK: tl.constexpr):
-    """Count, in each block of a group, the entries equal to a boundary that is cut in two."""
+def count_ties(
+    blocks,
+    groups,
+    regions,
+    candidates,
+    origins,
+    tallies,
+    states,
+    keys,
+    wanted,
+    equal,
+    ties,
+    FEEDBACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count, block by block, the entries equal to a boundary that cuts through them; programs as in `count_digits`."""
     group = groups + 4 * tl.program_id(0)
     segment = tl.load(group)
+    i = tl.arange(0, BLOCK)
     for which in tl.static_range(2):
         slot = 2 * segment + which
         if _is_cut(slot, keys, wanted, equal):
-            i = tl.arange(0, BLOCK)
-            for j in range(tl.load(group + 1), tl.load(group + 2)):
-                sent = tl.load(_address(blocks + 6 * j, 4) + i, mask=i < tl.load(blocks + 6 * j + 1), other=0.0)
-                total = tl.sum((_magnitude(sent) == tl.load(keys + slot)).to(tl.int32), axis=0)
-                tl.store(ties + 2 * j + which, total)
+            key = tl.load(keys + slot)
+            if tl.load(states + slot) == NARROWED:
+                begin = tl.load(group + 3) * BLOCK
+                inside = i < tl.load(tallies + 2 * slot + 1) - begin
+                here = tl.load(regions + 2 * slot) + begin + i
+                match = inside & (_magnitude(tl.load(candidates + here, mask=inside, other=0.0)) == key)
+                number = tl.load(origins + here, mask=match, other=0)
+                tl.atomic_add(ties + 2 * number + which, match.to(tl.int32), mask=match, sem="relaxed")
+            else:
+                for j in range(tl.load(group + 1), tl.load(group + 2)):
+                    inside = i < tl.load(blocks + 6 * j + 1)
+                    v = tl.load(_address(blocks + 6 * j, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
+                    tl.store(ties + 2 * j + which, tl.sum((_magnitude(v) == key).to(tl.int32), axis=0))
 
 
 @triton.jit
-def cut(blocks, groups, first_block, keys, wanted, equal, ties, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Take back what does not belong to the band of a tie that is cut in two: equal entries rank by their index."""
-    group = groups + 4 * tl.program_id(0)
-    segment = tl.load(group)
-    if _is_cut(2 * segment, keys, wanted, equal) | _is_cut(2 * segment + 1, keys, wanted, equal):
+def add_ties(sizes, first_block, keys, wanted, equal, ties, before, BLOCK: tl.constexpr):
+    """Sum the ties of all earlier blocks of a segment: program (segment, top or end)."""
+    segment, which = tl.program_id(0), tl.program_id(1)
+    if _is_cut(2 * segment + which, keys, wanted, equal):
+        first = tl.load(first_block + segment)
+        count = tl.cdiv(tl.load(sizes + segment), BLOCK)
         i = tl.arange(0, BLOCK)
-        for j in range(tl.load(group + 1), tl.load(group + 2)):
-            sent = _address(blocks + 6 * j, 4) + i
-            v = tl.load(sent, mask=i < tl.load(blocks + 6 * j + 1), other=0.0)
-            back = tl.zeros([BLOCK], tl.int1)
-            for which in tl.static_range(2):
-                slot = 2 * segment + which
-                if _is_cut(slot, keys, wanted, equal):
-                    before = 0
-                    for p in range(tl.load(first_block + segment), j, BLOCK):
-                        before += tl.sum(tl.load(ties + 2 * (p + i) + which, mask=p + i < j, other=0), axis=0)
-                    same = _magnitude(v) == tl.load(keys + slot)
-                    above = before + tl.cumsum(same.to(tl.int32), axis=0) <= tl.load(wanted + slot)
-                    back |= same & (above if which == 0 else above == 0)
-            tl.store(sent, tl.zeros_like(v), mask=back)
-            if FEEDBACK:
-                tl.store(_address(blocks + 6 * j, 5) + i, v, mask=back)
+        earlier = 0
+        for p in range(0, count, BLOCK):
+            here = 2 * (first + p + i) + which
+            found = tl.load(ties + here, mask=p + i < count, other=0)
+            tl.store(before + here, earlier + tl.cumsum(found, axis=0) - found, mask=p + i < count)
+            earlier += tl.sum(found, axis=0)
+
+
+@triton.jit
+def _reaches(size, slot, place, cuts):
+    """Return the entries that rank at or above a boundary: equal ones by their index, should it cut through them."""
+    keys, wanted, equal, ties, before = cuts
+    key = tl.load(keys + slot)
+    same, over = size == key, size > key
+    if _is_cut(slot, keys, wanted, equal):
+        left = tl.load(wanted + slot) - tl.load(before + place)
+        found = tl.load(ties + place)
+        if (left > 0) & (left < found):  # in one block of a segment at most
+            same = same & (tl.cumsum(same.to(tl.int32), axis=0) <= left)
+        else:
+            same = same & (left >= found)
+    return over | same
+
+
+@triton.jit
+def write(
+    blocks,
+    numbers,
+    keys,
+    wanted,
+    equal,
+    ties,
+    before,
+    WHOLE: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the band to `sent` and the rest to `held`."""
+    block = blocks + 6 * tl.program_id(0)
+    slot, place = 2 * tl.load(block), 2 * tl.load(numbers + tl.program_id(0))
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.load(block + 1)
+    v = _read(_aligned(block, 5 if FEEDBACK else 2, WHOLE), i, inside, WHOLE)
+    size = _magnitude(v)
+    cuts = (keys, wanted, equal, ties, before)
+    removed, kept = _reaches(size, slot, place, cuts), _reaches(size, slot + 1, place + 1, cuts)
+    keep = kept & (removed == 0)
+    _write(_aligned(block, 4, WHOLE), i, tl.where(keep, v, 0.0), inside, WHOLE)
+    if FEEDBACK:
+        _write(_aligned(block, 5, WHOLE), i, tl.where(keep, 0.0, v), inside, WHOLE)
