@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from gradveil.cli import commands as _commands  # noqa: F401
 from gradveil.data import load
 from gradveil.errors import GuardError, StateError
 from gradveil.gradients import gradient, parameters
-from gradveil.guard import Guard, Seen, fingerprint
+from gradveil.guard import REMEMBERED, Guard, Seen, fingerprint
 from gradveil.guard.looks import low_band, nested_shares, sketched
 from gradveil.models import build
+from gradveil.training import Settings, Trainer, assemble
+from gradveil.training.fast import FastTrainer
 
 PHOTOS = load("photos", split="test")
 SHAPE = PHOTOS.input_shape
@@ -271,8 +274,40 @@ def test_a_model_that_never_changes_is_refused_if_asked():
     veil = Veil(dgp(), parameters(net), guard=Guard.pin(net, repeats=1))
     veil.protect(net, cross_entropy, private())
     veil.protect(net, cross_entropy, private())
-    with pytest.raises(GuardError, match="3 times in a row"):
+    with pytest.raises(GuardError, match=r"same weights came 3 times \(a frozen model\)"):
         veil.protect(net, cross_entropy, private())
+
+
+def test_a_frozen_model_is_refused_however_it_is_disguised():
+    net, other = model("cnn6"), model("cnn6")
+    sgd(other, private(), 0.01)
+    guard = Guard.pin(net, repeats=0)
+    seen = guard.admit(other, guard.admit(net))  # a model that was trained is welcome
+    edited = copy.deepcopy(net)
+    edited.get_submodule("features.0").weight.data[0, 0, 0, 0] += 0.1
+    last = copy.deepcopy(net)
+    list(last.parameters())[-1].data *= 1.01
+    for frozen in (net, other, edited, last):
+        with pytest.raises(GuardError, match="frozen"):
+            guard.admit(frozen, seen)
+    assert isinstance(Guard.pin(net).admit(net, seen), Seen)  # not unless asked
+    again = Seen.from_state_dict(seen.state_dict())
+    with pytest.raises(GuardError, match="frozen"):
+        guard.admit(net, again)
+
+
+def test_a_model_that_has_learned_its_data_by_heart_does_not_count_as_frozen():
+    """The slowest honest training: next to no loss is left, ten clients, the paper's last learning rate."""
+    settings = Settings("mlp(hidden=64)", "digits", users=10, rounds=400, lr="0.1", eval_every=1000)
+    job = assemble(settings)
+    for record in FastTrainer(job):
+        loss = record.loss
+    assert loss < 0.1
+    trainer = Trainer(assemble(replace(settings, rounds=30, lr="0.005"), model=job.model))
+    guard, seen = Guard.pin(job.model, repeats=0), None
+    for _ in trainer:
+        seen = guard.admit(trainer.model, seen)
+    assert len(seen.sketches) == REMEMBERED
 
 
 @pytest.mark.parametrize("size", [1e-6, 1.0, 1e6])
@@ -308,7 +343,8 @@ def test_plain_tensors_are_guarded_too():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"pairs": 2.0}, {"groups": 2.0}, {"traps": -1.0}, {"gain": 0.0}, {"jump": -1.0}, {"repeats": -1}]
+    "bad",
+    [{"pairs": 2.0}, {"groups": 2.0}, {"traps": -1.0}, {"gain": 0.0}, {"jump": -1.0}, {"repeats": -1}, {"repeats": 16}],
 )
 def test_bad_limits_are_named(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):

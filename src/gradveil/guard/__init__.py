@@ -8,7 +8,7 @@ out of the gradient whole. The guard asks four questions:
   their thresholds are nested: whatever excites the one excites the other, and the difference of their gradients shows
   what lies between. An imprint consists of such rows; in an honest layer, fresh or trained, they do not occur.
 - Do the units of the first layer fire for few pictures, if any? (trap weights, dead rows)
-- Did a layer become another one since the last round?
+- Did a layer become another one since the last round, or is this a model that was answered before?
 
 `docs/guard.md` holds the measured rates and what slips through.
 """
@@ -16,6 +16,7 @@ out of the gradient whole. The guard asks four questions:
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any, Self
 
 import torch
@@ -33,7 +34,8 @@ FEWEST_COLUMNS = 16
 WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture rather than an edge
 SOME = 32  # rows enough to tell how large a column is
 MOVED = 0.05  # relative change since the weights were last looked at that calls for another look
-SAME = 1e-6  # relative change below which the model is the one of the last round
+SAME = 1e-7  # relative change of the middle weight matrix below which a model counts as answered before
+REMEMBERED = 16  # models that a new one is compared with
 SKETCH = 64  # numbers kept of each weight matrix from round to round
 COLUMNS = 16  # of it that they are made of
 
@@ -55,24 +57,22 @@ class Seen:
 
     structure: tuple[str, ...]
     seed: int  # settles which entries the sketch reads
-    sketches: Tensor  # [tensors, SKETCH]
-    inspected: Tensor  # the sketches when the weights were last looked at
-    repeats: int = 0  # how often in a row the same weights came again
+    sketches: Tensor  # [models, tensors, SKETCH], the newest last
+    inspected: Tensor  # [tensors, SKETCH] when the weights were last looked at
 
     def state_dict(self) -> Tensors:
         """Return this memory as tensors."""
         text = torch.frombuffer(bytearray("\n".join(self.structure).encode()), dtype=torch.uint8)
-        numbers = torch.tensor([self.seed, self.repeats])
-        return {"structure": text, "numbers": numbers, "sketches": self.sketches, "inspected": self.inspected.clone()}
+        seed = torch.tensor(self.seed)
+        return {"structure": text, "seed": seed, "sketches": self.sketches, "inspected": self.inspected.clone()}
 
     @classmethod
     def from_state_dict(cls, saved: Mapping[str, Tensor]) -> Self:
         """Rebuild the memory; raises `StateError` if it is none."""
-        if saved.keys() != {"structure", "numbers", "sketches", "inspected"}:
+        if saved.keys() != {"structure", "seed", "sketches", "inspected"}:
             raise StateError("the guard's memory is incomplete: restore the state file, or delete its guard entries")
-        seed, repeats = saved["numbers"].tolist()
         text = bytes(saved["structure"].tolist()).decode()
-        return cls(tuple(text.split("\n")), seed, saved["sketches"].cpu(), saved["inspected"].cpu(), repeats)
+        return cls(tuple(text.split("\n")), int(saved["seed"]), saved["sketches"].cpu(), saved["inspected"].cpu())
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class Guard:
         traps: share of the first layer's units that may fire for few pictures only.
         gain: largest outgoing weight over the middle one.
         jump: largest relative change of a weight matrix between two rounds; None for a client that joins rarely.
-        repeats: how often the same weights may come again; None: as often as the server likes.
+        repeats: how often a model of the last `REMEMBERED` may come again, as good as unchanged in most of its weight
+            matrices; None: as often as the server likes.
 
     >>> Guard.pin(nn.Linear(2, 3)).admit(nn.Linear(2, 4))
     Traceback (most recent call last):
@@ -112,6 +113,8 @@ bias=True)'): no gradient is computed on it
         check.positive(gain=self.gain, **({} if self.jump is None else {"jump": self.jump}))
         if self.repeats is not None:
             check.at_least(0, repeats=self.repeats)
+            if self.repeats >= REMEMBERED:
+                raise ValueError(f"repeats must be below {REMEMBERED}, the models remembered, got {self.repeats}")
 
     @classmethod
     def pin(cls, model: nn.Module | Tensors, **limits: Any) -> Self:
@@ -141,10 +144,9 @@ bias=True)'): no gradient is computed on it
         seed = seen.seed if seen else int(torch.randint(2**62, (), generator=rng, device=rng.device))
         watched = _watched(model)
         sketches = _sketches(watched, seed)
-        now = Seen(structure, seed, sketches, sketches)
-        findings: list[Finding] = []
-        if seen:
-            now, findings = self._compare(seen, now, list(watched))
+        before = sketches[None][:0] if seen is None else seen.sketches[1 - REMEMBERED :]
+        now = Seen(structure, seed, torch.cat([before, sketches[None]]), sketches)
+        findings = self._compare(seen, sketches, list(watched)) if seen else []
         if seen is None or max(_changes(seen.inspected, sketches), default=0.0) > MOVED:
             findings += self.inspect(model, input_shape=input_shape, rng=rng)
         else:
@@ -212,19 +214,20 @@ bias=True)'): no gradient is computed on it
                 return f"{rare:.0%} of its units fire for few pictures, if any (trap weights or dead rows)"
         return None
 
-    def _compare(self, seen: Seen, now: Seen, names: list[str]) -> tuple[Seen, list[Finding]]:
-        """Return the memory with its count of repeats, and what changed too much or not at all."""
-        change = _changes(seen.sketches, now.sketches)
+    def _compare(self, seen: Seen, now: Tensor, names: list[str]) -> list[Finding]:
+        """Return what changed too much since the last round, or not at all since one of the last."""
+        change = _changes(seen.sketches[-1], now)
         found = [
             Finding(name.removesuffix(".weight"), f"it changed by {share:.0%} since the last round (another layer)")
             for name, share in zip(names, change, strict=True)
             # Biases start near zero, so any change of theirs is large.
             if self.jump is not None and share > self.jump and not name.endswith("bias")
         ]
-        repeats = seen.repeats + 1 if max(change, default=0.0) < SAME else 0
+        # The middle one: a server that edits a few weights has still frozen the rest.
+        repeats = sum(median(_changes(old, now)) < SAME for old in seen.sketches) if names else 0
         if self.repeats is not None and repeats > self.repeats:
-            found.append(Finding("the whole model", f"the same weights came {repeats + 1} times in a row"))
-        return replace(now, repeats=repeats), found
+            found.append(Finding("the whole model", f"the same weights came {repeats + 1} times (a frozen model)"))
+        return found
 
 
 def fingerprint(model: nn.Module | Tensors) -> tuple[str, ...]:
