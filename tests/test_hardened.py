@@ -2,12 +2,17 @@
 
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from gradveil import Step, Veil, theory, tree, unseal
+from gradveil.cli import app
+from gradveil.cli import commands as _commands  # noqa: F401
 from gradveil.defenses import DEFENSES, Hardened, strategy_sensitivity
+from gradveil.defenses.advice import ADVICE
 from gradveil.defenses.hardened import on_grid
 from gradveil.errors import GradientError, NeedError
 from gradveil.models import build as build_model
@@ -187,6 +192,19 @@ def test_the_fast_engine_does_the_same(rng: torch.Generator) -> None:
             scale = on_grid(16.0 * g.square().mean().sqrt())
             possible = scale * torch.tensor(Hardened().levels(16.0))
             assert all(float((possible / size - 1).abs().min()) < 1e-3 for size in out.abs().unique())
+
+
+def test_the_advice_is_what_the_page_says_and_can_be_built() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "hardened.md").read_text(encoding="utf-8")
+    table = page.partition("## Presets per threat model")[2].partition("\n\nFor an example")[0].strip().splitlines()[4:]
+    for row, line in zip(ADVICE, table, strict=True):
+        threat, release, beside, _ = (cell.strip().replace("`", "") for cell in line.strip("|").split(" | "))
+        assert (row.threat, row.defense) == (threat, release.partition(", or")[0])
+        assert beside.startswith(row.beside)
+        assert to_text(build(DEFENSES, row.defense, "defense"))
+    shown = CliRunner().invoke(app, ["list"])
+    assert shown.exit_code == 0
+    assert all(row.threat.split()[0] in shown.output for row in ADVICE)
 
 
 def test_undo_puts_everything_back(rng: torch.Generator) -> None:
