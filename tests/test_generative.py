@@ -1,5 +1,6 @@
 """The generative attack on a small random generator whose samples are the victims, and the generator's training."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -80,6 +81,17 @@ def test_it_repeats_itself_and_shows_pictures_on_the_way(generator):
     two = GGL(steps=20, restarts=2).run(seen, rng())
     assert torch.equal(one.inputs, two.inputs)
     assert shown == [(2, 1, 3, 16, 16)] * 2
+
+
+@pytest.mark.parametrize("attack", [GGL(steps=30, restarts=2), GGL("cma", steps=5)], ids=lambda a: a.search)
+def test_uploads_attacked_together_fare_as_each_alone(generator, attack):
+    other = copy.deepcopy(generator)
+    seen = [victim(generator, DualPrune(), prior)[0] for prior in (generator, generator, other)]
+    seen[1] = dataclasses.replace(seen[1], grads={name: -g for name, g in seen[1].grads.items()})
+    alone = [attack.run(one, rng()) for one in seen]
+    for mine, theirs in zip(attack.run_many(seen, [rng() for _ in seen]), alone, strict=True):
+        torch.testing.assert_close(mine.inputs, theirs.inputs, rtol=1e-3, atol=1e-3)
+        assert mine.loss == pytest.approx(theirs.loss, abs=1e-4)
 
 
 def test_the_prior_must_be_granted_and_be_a_generator(generator):

@@ -28,7 +28,7 @@ from .cost import MatchingCost, Terms
 from .labels import infer_labels
 from .optimise import Descent, minimise
 from .simulate import Simulator, simulator
-from .space import device_of
+from .space import alike, device_of
 
 CPU_BYTES = 2**30  # working memory of the candidates tried together on a CPU
 COPIES = 8  # vectors as long as the gradient that one candidate needs
@@ -76,24 +76,54 @@ class GGL(Attack):
         return frozenset({"prior"})
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        generator = _generator(seen)
-        view = before_bottleneck(seen)
+        return self.run_many([seen], [rng])[0]
+
+    def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
+        views = [before_bottleneck(one) for one in seen]
+        found: dict[int, Reconstruction] = {}
+        for group in _same_prior(seen, alike(views)):
+            size = max(_rows_at_once(views[group[0]]) // self.restarts, 1)
+            for i in range(0, len(group), size):
+                part = group[i : i + size]
+                searches = [self._begin(seen[j], views[j]) for j in part]
+                found |= dict(zip(part, self._search(searches, [rngs[j] for j in part]), strict=True))
+        return [found[i] for i in range(len(seen))]
+
+    def _begin(self, seen: Observation, view: Observation) -> "_Latents":
         classes = infer_labels(seen) if seen.labels is None else seen.labels.to(device_of(seen))
-        latents = _Latents(view, generator, classes, aim(view, masked=self.masked), self.plausible)
-        shape = (self.pool, view.num_examples, latents.length)
-        pool = torch.randn(shape, generator=rng, device=rng.device).to(device_of(view))
-        costs = latents.costs(pool)
+        labels = classes if view.labels is None else view.labels.to(classes.device)
+        target = aim(view, masked=self.masked)
+        return _Latents(view, _generator(seen), classes[None], labels[None], [target], self.plausible)
+
+    def _search(self, searches: "Sequence[_Latents]", rngs: Sequence[torch.Generator]) -> list[Reconstruction]:
+        pools = [self._draw(latents, rng) for latents, rng in zip(searches, rngs, strict=True)]
         if self.search == "adam":
-            best = pool[costs.argsort()[: self.restarts]]
-            how = Descent(lr=self.lr, steps=self.steps, signed=False, decay="cosine")
-            with _showing_pictures(latents):
-                (found,), matches, _ = minimise(latents.cost(len(best)), [best], how)
-            chosen, match = found[int(matches.argmin())], float(matches.min())
+            found = self._downhill(searches, pools)
         else:
-            chosen, match = self._blindly(latents, pool[int(costs.argmin())], rng)
-        with torch.no_grad():
-            inputs = latents.inputs(chosen[None])[0]
-        return Reconstruction(inputs, classes, match, {"latent": chosen.detach()})
+            starts = zip(searches, pools, rngs, strict=True)
+            found = [self._blindly(latents, pool[0], rng) for latents, pool, rng in starts]
+        results = []
+        for latents, (best, match) in zip(searches, found, strict=True):
+            with torch.no_grad():
+                inputs = latents.inputs(best[None])[0]
+            results.append(Reconstruction(inputs, latents.classes[0], match, {"latent": best.detach()}))
+        return results
+
+    def _draw(self, latents: "_Latents", rng: torch.Generator) -> Tensor:
+        """Return the best `restarts` of a pool of random latents, the best one first."""
+        shape = (self.pool, latents.seen.num_examples, latents.length)
+        pool = torch.randn(shape, generator=rng, device=rng.device).to(device_of(latents.seen))
+        return pool[latents.costs(pool).argsort()[: self.restarts]]
+
+    def _downhill(self, searches: "Sequence[_Latents]", pools: Sequence[Tensor]) -> list[tuple[Tensor, float]]:
+        """Follow the slopes of all uploads together."""
+        latents, start = _together(searches), torch.cat(list(pools))
+        how = Descent(lr=self.lr, steps=self.steps, signed=False, decay="cosine")
+        with _showing_pictures(latents):
+            (found,), matches, _ = minimise(latents.cost(len(start)), [start], how)
+        each = len(start) // len(searches)
+        best = [i * each + int(part.argmin()) for i, part in enumerate(matches.split(each))]
+        return [(found[i], float(matches[i])) for i in best]
 
     def _blindly(self, latents: "_Latents", start: Tensor, rng: torch.Generator) -> tuple[Tensor, float]:
         done = 0
@@ -113,13 +143,19 @@ class GGL(Attack):
 
 
 class _Latents:
-    """What latents cost: rows `[N, B, Z]` stand for N candidate batches."""
+    """What latents cost: rows `[N, B, Z]` stand for N candidate batches, as many for each upload and in their order."""
 
     def __init__(
-        self, seen: Observation, generator: nn.Module, classes: Tensor, target: Target, plausible: float
+        self,
+        seen: Observation,
+        generator: nn.Module,
+        classes: Tensor,
+        labels: Tensor,
+        targets: Sequence[Target],
+        plausible: float,
     ) -> None:
-        self.seen, self.generator, self.classes, self.target = seen, generator, classes, target
-        self.plausible = plausible
+        self.seen, self.generator, self.targets, self.plausible = seen, generator, targets, plausible
+        self.classes, self.labels = classes, labels  # of each upload: what the generator paints, what the loss takes
         self.length: int = cast(Any, generator).latent
         self.simulate: Simulator = simulator(seen)
         shape = (1, -1, *[1] * (len(seen.input_shape) - 1))
@@ -127,7 +163,8 @@ class _Latents:
 
     def inputs(self, latents: Tensor) -> Tensor:
         """Return the model inputs `[N, B, ...]` that latents stand for."""
-        pixels: Tensor = self.generator(latents.flatten(0, 1), self.classes.repeat(len(latents)))
+        classes = self.classes.repeat_interleave(len(latents) // len(self.targets), 0)
+        pixels: Tensor = self.generator(latents.flatten(0, 1), classes.flatten())
         wanted = self.seen.input_shape
         if tuple(pixels.shape[2:]) != wanted[1:]:
             pixels = F.interpolate(pixels, wanted[1:], mode="bilinear", antialias=True)
@@ -135,18 +172,15 @@ class _Latents:
 
     def cost(self, rows: int) -> "_Cost":
         """Return a cost function for this many rows, as `minimise` takes it."""
-        labels = self.classes if self.seen.labels is None else self.seen.labels.to(self.classes.device)
-        labels = labels.expand(rows, *labels.shape)
-        return _Cost(self, MatchingCost(self.simulate, [self.target] * rows, [0.0] * rows, labels, Terms()))
+        each = rows // len(self.targets)
+        labels, targets = self.labels.repeat_interleave(each, 0), [t for t in self.targets for _ in range(each)]
+        return _Cost(self, MatchingCost(self.simulate, targets, [0.0] * rows, labels, Terms()))
 
     def costs(self, latents: Tensor, bare: bool = False) -> Tensor:
-        """Return the cost of each row without slopes, as many rows at a time as fit; `bare` leaves out the prior."""
-        size = len(latents)
-        if latents.device.type == "cpu":
-            size = max(CPU_BYTES // (COPIES * 4 * self.target.sent.numel()), 1)
+        """Return the cost of each row of one upload without slopes; `bare` leaves out the prior."""
         out = []
         with torch.no_grad():
-            for part in latents.split(size):
+            for part in latents.split(_rows_at_once(self.seen)):
                 total, match = self.cost(len(part))([part], part.new_zeros(()))
                 out.append(match if bare else total)
         return torch.cat(out)
@@ -162,6 +196,30 @@ class _Cost:
         """Return what is minimised and the matching loss inside it, one value per row each."""
         total, match = self.matching([self.latents.inputs(variables[0])], share)
         return total + self.latents.plausible * variables[0].square().flatten(1).mean(1), match
+
+
+def _together(searches: Sequence[_Latents]) -> _Latents:
+    """Return the search for several uploads of equal clients at once."""
+    first = searches[0]
+    classes, labels = (torch.cat([getattr(one, name) for one in searches]) for name in ("classes", "labels"))
+    targets = [target for one in searches for target in one.targets]
+    return _Latents(first.seen, first.generator, classes, labels, targets, first.plausible)
+
+
+def _same_prior(seen: Sequence[Observation], groups: list[list[int]]) -> list[list[int]]:
+    """Return the groups parted by the generator that is searched."""
+    parted: dict[tuple[int, int], list[int]] = {}
+    for number, group in enumerate(groups):
+        for i in group:
+            parted.setdefault((number, id(seen[i].prior)), []).append(i)
+    return list(parted.values())
+
+
+def _rows_at_once(seen: Observation) -> int:
+    """Return how many candidates fit into memory together."""
+    device = device_of(seen)
+    room = CPU_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[0] // 2
+    return max(room // (COPIES * 4 * sum(g.numel() for g in seen.grads.values())), 1)
 
 
 @contextlib.contextmanager
