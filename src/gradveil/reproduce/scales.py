@@ -118,7 +118,14 @@ FULL = Scale(
     adaptive="steps=1000",  # enough for SSIM 0.98 through DGP
     ggl="",
     bins=200,
-    training={"users": 10, "batch_size": 32, "epochs": 100, "precision": "bf16", "eval_every": 4, "checkpoint_every": 4000},
+    training={
+        "users": 10,
+        "batch_size": 32,
+        "epochs": 100,
+        "precision": "bf16",
+        "eval_every": 4,
+        "checkpoint_every": 4000,
+    },
     weights={"users": 10, "batch_size": 32, "precision": "bf16"},
     epochs=(1, 10, 100),
     cost={"users": 10, "batch_size": 32, "rounds": 3},
