@@ -152,7 +152,7 @@ def test_models_by_import_path():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("resnet81", "unknown model 'resnet81'; did you mean resnet18"),
+        ("resnet81", "unknown model 'resnet81': did you mean resnet18"),
         ("lenet(init='best')", "model lenet: init must be one of zhu, default"),
         ("mlp(wide=3)", "model mlp: .*wide"),
         ("nowhere.at.all:net", "cannot import"),

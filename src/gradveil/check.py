@@ -1,6 +1,7 @@
 """Argument checks whose message names the argument, what was expected and what came."""
 
 import math
+from numbers import Real
 
 
 def positive(**values: float) -> None:
@@ -12,14 +13,14 @@ def positive(**values: float) -> None:
     ValueError: std must be a finite number above 0, got 0.0
     """
     for name, value in values.items():
-        if not (math.isfinite(value) and value > 0):
+        if not (isinstance(value, Real) and math.isfinite(value) and value > 0):
             raise ValueError(f"{name} must be a finite number above 0, got {value}")
 
 
 def non_negative(**values: float) -> None:
     """Raise unless every value is finite and at least zero."""
     for name, value in values.items():
-        if not (math.isfinite(value) and value >= 0):
+        if not (isinstance(value, Real) and math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be a finite number of at least 0, got {value}")
 
 
@@ -32,7 +33,7 @@ def fraction(**values: float) -> None:
     ValueError: top must be a share in [0, 1], got 1.5
     """
     for name, value in values.items():
-        if not 0.0 <= value <= 1.0:
+        if not (isinstance(value, Real) and 0.0 <= value <= 1.0):
             raise ValueError(f"{name} must be a share in [0, 1], got {value}")
 
 

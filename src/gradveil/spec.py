@@ -3,6 +3,7 @@
 import ast
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar
@@ -57,8 +58,8 @@ def lookup(table: Table[T], name: str, kind: str) -> Callable[..., T]:
         found: Callable[..., T] = import_object(name)
         return found
     near = difflib.get_close_matches(name, table, n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"unknown {kind} {name!r}{hint} Known: {', '.join(sorted(table))}")
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ConfigError(f"unknown {kind} {name!r}: {hint}Known: {', '.join(sorted(table))}")
 
 
 def import_object(path: str) -> Any:
@@ -67,7 +68,8 @@ def import_object(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot import {path!r}: {error}") from error
+        remedy = "write package.module:name; installed packages and the current folder are searched"
+        raise ConfigError(f"cannot import {path!r}: {error} ({remedy})") from error
 
 
 def build(table: Table[T], source: Spec | str | T, kind: str) -> T:
@@ -96,6 +98,11 @@ def _nested(table: Table[T], value: Any, kind: str) -> Any:
 
 
 def _call(factory: Callable[..., T], name: str, kind: str, args: list[Any], kwargs: dict[str, Any]) -> T:
+    signature = inspect.signature(factory)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise ConfigError(f"{kind} {name}: {error}; its options are {', '.join(signature.parameters)}") from error
     try:
         return factory(*args, **kwargs)
     except (TypeError, ValueError) as error:

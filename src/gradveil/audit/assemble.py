@@ -1,6 +1,7 @@
 """From the settings of an audit to the objects they name."""
 
 import dataclasses
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -86,7 +87,11 @@ def _load_weights(model: nn.Module, plan: Plan, saved: Checkpoint | None) -> Non
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise ConfigError(f"the weights do not fit the model {plan.model}: {error}") from error
+        reason = textwrap.shorten(str(error).partition("\n")[2], 160)
+        raise ConfigError(
+            f"the weights do not fit the model {plan.model}: {reason} Save model.state_dict() of that model; "
+            "a run's checkpoint goes to --checkpoint"
+        ) from error
 
 
 def _residuals(

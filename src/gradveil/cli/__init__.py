@@ -2,9 +2,11 @@
 
 import os
 import sys
+from typing import NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import GradveilError
 
@@ -29,9 +31,17 @@ def main() -> None:
 
     try:
         app()
-    except (GradveilError, ValueError, FileNotFoundError) as error:
-        err.print(f"[bold red]gradveil:[/] {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+    except OSError as error:
+        where = f" ({error.filename}: check the path and its permissions)" if error.filename else ""
+        _refuse(f"{error.strerror or error}{where}")
+    except (GradveilError, ValueError) as error:
+        _refuse(str(error))
     except KeyboardInterrupt:
         err.print("[bold red]gradveil:[/] stopped")
         sys.exit(130)
+
+
+def _refuse(message: str) -> NoReturn:
+    # Escaped, because the message may hold the user's text, or brackets such as those of 'gradveil[ui]'.
+    err.print(f"[bold red]gradveil:[/] {escape(message)}", highlight=False, soft_wrap=True)
+    sys.exit(2)
