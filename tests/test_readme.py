@@ -1,11 +1,14 @@
 """The README's example runs as it stands, and its links lead somewhere."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS, RESULTS = README.parent / "docs", README.parent / "results"
 
 
 def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -19,3 +22,35 @@ def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
     missing = [link for link in links if not (page.parent / link).exists()]
     assert not missing
+
+
+def test_accuracies_and_uploads_are_the_recorded_ones() -> None:
+    names = ("none", "topk", "dgp", "hardened")
+    runs = [json.loads((RESULTS / "full" / f"train_{n}_resnet18_cifar10_seed0.json").read_text()) for n in names]
+    accuracy = [f"{100 * run['accuracy']:.1f} %" for run in runs]
+    upload = [f"{run['per_user_and_round']['bytes_up'] / 1e6:.1f} MB" for run in runs]
+    page = (DOCS / "hardened.md").read_text()
+    assert f"| accuracy after 100 epochs | {' | '.join(accuracy)} |" in page
+    assert f"| upload per user and round, measured | {' | '.join(upload)} |" in page
+    assert all(figure in (DOCS / "defenses.md").read_text() for figure in accuracy)
+    assert all(figure in README.read_text() for figure in (accuracy[0], accuracy[-1], upload[0], upload[-1].split()[0]))
+
+
+def test_speeds_are_the_recorded_ones() -> None:
+    rounds = {row["defense"]: row["ms_per_round"] for row in _bench("round-h200")["rows"]}
+    row = f"| one round on an H200 | {rounds['none']:.1f} ms | | {rounds['dgp']:.1f} ms | {rounds['hardened']:.1f} ms |"
+    assert row in (DOCS / "hardened.md").read_text()
+    small, large = _bench("select-h200")["ms"], _bench("select-1b-h200")["ms"]
+    concepts = (DOCS / "concepts.md").read_text()
+    assert f"take {small['gradveil in a CUDA graph']:.2f} ms" in concepts
+    assert f"{small['gradveil']:.1f} ms launched one by one" in concepts
+    assert f"{large['gradveil in a CUDA graph']:.0f} ms as a graph and {large['gradveil']:.0f} ms without" in concepts
+    steps = _bench("attack-h200")["milliseconds"]
+    attacks = (DOCS / "attacks.md").read_text()
+    assert f"{min(steps['layer rules, CUDA graph']):.0f} ms on an H200" in attacks
+    assert f"the pictures {sum(steps['one by one']) / 3:.0f} ms" in attacks
+
+
+def _bench(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / "bench" / f"{name}.json").read_text())
+    return found

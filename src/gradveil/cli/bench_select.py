@@ -104,7 +104,7 @@ def bench_select(
 
     select.prune_with_feedback(values, residuals, bands)  # compiles
     times = {
-        "one torch.add (memory floor)": _milliseconds(lambda: one_add(values, residuals, bands), where, repeats),
+        "torch.add, tensor by tensor": _milliseconds(lambda: one_add(values, residuals, bands), where, repeats),
         "per-layer torch.topk": _milliseconds(lambda: per_layer_topk(values, residuals, bands), where, repeats),
         "per-layer sort": _milliseconds(lambda: plain_sort(values, residuals, bands), where, min(repeats, 3)),
         "gradveil": _milliseconds(lambda: select.prune_with_feedback(values, residuals, bands), where, repeats),
