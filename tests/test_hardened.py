@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
-from gradveil import Step, Veil, theory, tree, unseal
+from gradveil import Step, Veil, data, theory, tree, unseal
 from gradveil.cli import app
 from gradveil.cli import commands as _commands  # noqa: F401
-from gradveil.defenses import DEFENSES, Hardened, strategy_sensitivity
+from gradveil.defenses import DEFENSES, Hardened, hardened, strategy_sensitivity
 from gradveil.defenses.advice import ADVICE
 from gradveil.defenses.hardened import on_grid
 from gradveil.errors import GradientError, NeedError
+from gradveil.gradients import gradient as plain_gradient
 from gradveil.models import build as build_model
 from gradveil.spec import build, to_text
 from gradveil.training import Settings, assemble
@@ -146,11 +148,39 @@ def test_uploads_of_gradients_of_about_the_same_size_show_the_same_size(rng: tor
     assert len(shown) == 1
 
 
-def test_no_noise_no_upload(rng: torch.Generator) -> None:
-    """A tensor without a gradient would send its bare residual, and with it the last gradient and its noise."""
+def test_a_tensor_without_a_gradient_keeps_its_noise(rng: torch.Generator) -> None:
+    """It would send its bare residual otherwise, and with it the last gradient and its noise."""
     veil = Veil(Hardened(4.0, 1, bits=0), {"w": torch.zeros(N)}, seed=1)
-    veil.seal({"w": torch.randn(N, generator=rng)}, 1)
-    assert not unseal(veil.seal({"w": torch.zeros(N)}, 1))["w"].any()
+    g = just_below(1.0, rng)
+    first = unseal(veil.seal({"w": g}, 1))["w"]
+    second = unseal(veil.seal({"w": torch.zeros(N)}, 1))["w"]
+    assert float((first + second - g).std()) == pytest.approx(4.0, rel=0.05)
+
+
+@pytest.mark.parametrize(("fall", "low", "high"), [(0.0, 0.9, 1.0), (hardened.FASTEST_FALL, 0.0, 0.3)])
+def test_a_model_that_shrinks_does_not_bring_the_first_gradient_out(
+    fall: float, low: float, high: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that scales its weights down makes gradients, and with them the noise, as small as it likes.
+
+    The sum of the uploads is then the sum of the gradients behind the newest noise: next to none, if it could follow.
+    """
+    monkeypatch.setattr(hardened, "FASTEST_FALL", fall)
+    photos = data.load("photos")
+    model = build_model("mlp(hidden=64)", num_classes=len(photos.classes), input_shape=photos.input_shape)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    veil = Veil(Hardened(), start, seed=1)  # with the default guard, which lets all these models pass
+    came, left = tree.zeros_like(start), tree.zeros_like(start)
+    for t in range(16):
+        batch = photos.batch(range(32 * (t % 3), 32 * (t % 3) + 32))
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                p.copy_(start[name] * 0.7**t)
+        came = tree.add(came, plain_gradient(model, cross_entropy, batch))
+        left = tree.add(left, unseal(veil.protect(model, cross_entropy, batch)))
+    name = next(name for name in start if start[name].ndim == 2)
+    cosine = float(torch.cosine_similarity(came[name].flatten(), left[name].flatten(), dim=0))
+    assert low <= cosine <= high
 
 
 def test_half_gradients_get_their_noise_and_huge_ones_are_refused(rng: torch.Generator) -> None:

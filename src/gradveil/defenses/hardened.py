@@ -24,6 +24,9 @@ _LEVELS = {1: (0.7979,), 2: (0.4528, 1.5104), 3: (0.2451, 0.7560, 1.3439, 2.1520
 _ERROR = {0: 0.0, 1: 0.3634, 2: 0.1175, 3: 0.0345}
 # In a fresh small model the largest entries are 4 to 15 times the RMS: less noise would leave them to be seen.
 LEAST_NOISE = 16.0
+# From one upload to the next the noise falls no faster. Else a server that makes the gradients shrink, by scaling its
+# model down, has the noise of the first uploads taken back and next to none put in its place.
+FASTEST_FALL = 0.99
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,11 @@ class Hardened(Defense):
 
     `examples` is how many private examples are mixed before anything leaves: a client with smaller batches adds up
     gradients and uploads nothing until then. `noise` is the standard deviation of the noise in units of the RMS of
-    the gradient tensor, rounded up to a power of 2 ** (1 / 4). Without it the values of one upload carry at most
-    `nats` about the batch, and a small model gets noise `LEAST_NOISE`. `bits` is what one entry costs on the wire: 1 to
-    3, or 0 for unrounded floats. `memory` is the share of the noise that is taken back later; 1 costs training least,
-    less than 1 bounds what any number of later rounds can add about one batch.
+    the gradient tensor, rounded up to a power of 2 ** (1 / 4); from upload to upload it falls by at most 1 %. Without
+    it the values of one upload carry at most `nats` about the batch, and a small model gets noise `LEAST_NOISE`. `bits`
+    is what one entry costs on the wire: 1 to 3, or 0 for unrounded floats. `memory` is the share of the noise that is
+    taken back later; 1 costs training least, less than 0.99 bounds what any number of later rounds can add about one
+    batch.
 
     Guarantees: one upload carries at most `theory.release_information(n, noise, tensors)` nats about all its examples
     together. The residual stays within a few multiples of the noise. Does not guarantee differential privacy: single
@@ -60,7 +64,8 @@ class Hardened(Defense):
             raise ValueError(f"bits must be 0, 1, 2 or 3, got {self.bits}")
 
     def init(self, params: Grads) -> State:
-        # Examples since the last upload, and the RMS of their gradients; in the state, so that it is all in one place.
+        # Examples since the last upload, and the RMS of their gradients, or before the first of them what the last
+        # upload leaves of its own; in the state, so that it is all in one place.
         device = next((p.device for p in params.values()), None)
         return {
             **tree.under("residual", tree.zeros_like(params)),
@@ -73,7 +78,8 @@ class Hardened(Defense):
         if not residual.keys() == size.keys() == grads.keys():
             raise StateError("the residual does not fit this gradient: start from defense.init(params)")
         count = 1 if self.examples == 1 else step.require_count(self.key())
-        mixed, size = state["mixed"] + count, {name: size[name] + rms(g.reshape(1, -1))[0] for name, g in grads.items()}
+        join = torch.add if int(state["mixed"]) else torch.maximum
+        mixed, size = state["mixed"] + count, {n: join(size[n], rms(g.reshape(1, -1))[0]) for n, g in grads.items()}
         if int(mixed) < self.examples:
             held = tree.under("residual", tree.add(residual, grads))
             return tree.zeros_like(grads), {**held, **tree.under("size", size), "mixed": mixed}
@@ -84,8 +90,8 @@ class Hardened(Defense):
             flat = [t.reshape(1, -1) for t in (g, residual[name], normal)]
             out, rest = self.release(flat[0], flat[1], flat[2], noise, size[name])
             sent[name], held[name] = out.view(g.shape), rest.view(g.shape)
-        fresh = {**tree.under("size", tree.zeros_like(size)), "mixed": torch.zeros_like(mixed)}
-        return sent, {**tree.under("residual", held), **fresh}
+        least = tree.under("size", tree.tmap(lambda used: FASTEST_FALL * used, size))
+        return sent, {**tree.under("residual", held), **least, "mixed": torch.zeros_like(mixed)}
 
     def strength(self, entries: int) -> float:
         """Return the noise, in units of the RMS, for a gradient of so many entries in all its tensors."""
