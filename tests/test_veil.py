@@ -26,7 +26,7 @@ from gradveil import (
     tree,
     unseal,
 )
-from gradveil.core import Grads
+from gradveil.core import Grads, Need, State, Step
 from gradveil.errors import GradientError, NeedError, StateError
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "scalar": (), "empty": (0, 4), "fc": (10, 50)}
@@ -206,6 +206,35 @@ def test_copy_is_a_free_probe(rng: torch.Generator) -> None:
     before = veil.residual
     copy.copy(veil).seal(grads(rng), 1)
     assert same(veil.residual or {}, before or {})
+
+
+def test_what_a_probe_sealed_cannot_be_taken_back(rng: torch.Generator) -> None:
+    veil = Veil(dgp(), grads(rng), seed=1)
+    probe = copy.copy(veil)
+    sealed = probe.seal(grads(rng), 1)
+    with pytest.raises(StateError, match="not sealed here"):
+        veil.undo(sealed)
+    probe.undo(sealed)
+
+
+def test_a_defense_that_forgets_to_add_up_its_examples_sends_nothing(rng: torch.Generator) -> None:
+    class Forgetful(Defense):
+        @property
+        def needs(self) -> frozenset[Need]:
+            return frozenset({"per_example"})
+
+        def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
+            return grads, state
+
+    veil = Veil(Forgetful(), {"w": torch.zeros(3)}, seed=1)
+    with pytest.raises(GradientError, match="nothing is sent"):
+        veil.seal({"w": torch.randn(8, 3, generator=rng)}, 8)
+    assert veil.round == 0
+
+
+def test_the_state_file_is_for_its_owner_only(rng: torch.Generator, tmp_path: Path) -> None:
+    Veil(dgp(), grads(rng), seed=1).save(tmp_path / "state.safetensors")
+    assert (tmp_path / "state.safetensors").stat().st_mode & 0o077 == 0
 
 
 class TestAligned:

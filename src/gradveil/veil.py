@@ -13,7 +13,7 @@ from torch import nn
 
 from . import tree, wire
 from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
-from .errors import NeedError, StateError
+from .errors import GradientError, NeedError, StateError
 from .gradients import gradient, per_example_gradient
 from .guard import Guard, Seen
 
@@ -112,14 +112,16 @@ class Veil:
         step = self._step(model, batch, mask, num_examples)
         started = time.perf_counter()
         sent, state = self.defense.apply(grads, self._state, step)
+        if {n: g.shape for n, g in sent.items()} != {n: g.shape for n, g in self._like.items()}:
+            raise GradientError(f"{self.defense.key()} returned other tensors than the parameters': nothing is sent")
         tree.require_finite(sent)
         applied = time.perf_counter()
         payload = Payload(wire.encode(sent, within=mask), num_examples, self.round)
         self.seconds = (applied - started, time.perf_counter() - applied)
         self.health = _health(sent, self.defense.residual(state))
         self._state = state
-        self._open[self.round] = hashlib.sha256(payload.body).digest()
-        self._open = dict(list(self._open.items())[-OPEN_UPLOADS:])
+        opened = {**self._open, self.round: hashlib.sha256(payload.body).digest()}
+        self._open = dict(list(opened.items())[-OPEN_UPLOADS:])
         self.round += 1
         return payload
 
@@ -137,11 +139,11 @@ class Veil:
             )
         sent = wire.decode(payload.body, like=self._like, within=mask)
         self._state = self.defense.take_back(sent, self._state)
-        del self._open[payload.round]
+        self.acknowledge(payload)
 
     def acknowledge(self, payload: Payload) -> None:
         """Note that an upload arrived; it can no longer be taken back."""
-        self._open.pop(payload.round, None)
+        self._open = {r: digest for r, digest in self._open.items() if r != payload.round}
 
     def state_dict(self) -> Tensors:
         """Return state, round, open uploads and the guard's memory as tensors; never the seed."""
@@ -169,9 +171,10 @@ class Veil:
         self.round = int(saved["round"])
 
     def save(self, path: str | Path) -> None:
-        """Write the state to a safetensors file, atomically: a kill leaves the old file or the new one."""
+        """Write the state to a file that only its owner can read; a kill leaves the old file or the new one."""
         path = Path(path)
         scratch = path.with_name(path.name + ".tmp")
+        os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY, 0o600))
         save_file({name: t.contiguous() for name, t in self.state_dict().items()}, scratch)
         with scratch.open("rb") as handle:
             os.fsync(handle.fileno())
