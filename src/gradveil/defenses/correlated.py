@@ -14,14 +14,14 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from .. import check, tree
-from ..core import Defense, Grads, Need, State, Step
+from ..core import Grads, State, Step
 from ..errors import StateError
-from .dp import clipped_sum
+from .dp import DPNoise, clipped_sum
 from .noise import normal_like
 
 
 @dataclass(frozen=True)
-class CorrelatedNoise(Defense):
+class CorrelatedNoise(DPNoise):
     """Clip every example's gradient to norm `clip`; add fresh noise less `correlation` times the last; take the mean.
 
     Guarantees: with noise of standard deviation `noise_multiplier * clip` on the clipped sum, the uploads of a whole
@@ -38,22 +38,11 @@ class CorrelatedNoise(Defense):
     Streams"; Choquette-Choo et al., "Multi-Epoch Matrix Factorization Mechanisms for Private Machine Learning".
     """
 
-    clip: float = 1.0
-    noise_multiplier: float = 1.0
     correlation: float = 0.9
 
     def __post_init__(self) -> None:
-        check.positive(clip=self.clip)
-        check.non_negative(noise_multiplier=self.noise_multiplier)
+        super().__post_init__()
         check.fraction(correlation=self.correlation)
-
-    @property
-    def needs(self) -> frozenset[Need]:
-        return frozenset({"per_example"})
-
-    @property
-    def noisy(self) -> bool:
-        return True
 
     def init(self, params: Grads) -> State:
         return tree.under("last", tree.zeros_like(params))
