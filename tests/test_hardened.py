@@ -224,6 +224,21 @@ def test_the_fast_engine_does_the_same(rng: torch.Generator) -> None:
             assert all(float((possible / size - 1).abs().min()) < 1e-3 for size in out.abs().unique())
 
 
+def test_the_noise_of_the_fast_engine_falls_as_slowly_also_after_a_restart(rng: torch.Generator) -> None:
+    job = assemble(Settings("lenet", "digits", defense="hardened", users=2, rounds=2))
+    layout = Layout(dict(job.model.named_parameters()))
+    first = Rows(torch.randn(2, layout.total, generator=rng), layout)
+    came = [tree.tmap(torch.clone, layout.views(row)) for row in first.grads]
+    before = protector_for(job.defense, first, job)
+    before.step(0, [])
+    after = protector_for(job.defense, Rows(1e-3 * torch.randn(2, layout.total, generator=rng), layout), job)
+    after.load(before.states())
+    for grads, row in zip(came, after.step(1, []), strict=True):
+        for name, out in layout.views(row).items():
+            least = on_grid(16.0 * 0.99 * grads[name].square().mean().sqrt()) * min(Hardened().levels(16.0))
+            assert float(out.abs().min()) > 0.999 * float(least)
+
+
 def test_the_advice_is_what_the_page_says_and_can_be_built() -> None:
     page = (Path(__file__).parents[1] / "docs" / "hardened.md").read_text(encoding="utf-8")
     table = page.partition("## Presets per threat model")[2].partition("\n\nFor an example")[0].strip().splitlines()[4:]
@@ -262,7 +277,15 @@ def test_gpu_kernel_does_the_same(bits: int, rng: torch.Generator) -> None:
     totals = [g + h for g, h in zip(grads, held, strict=True)]
     scales = [float(on_grid(8.0 * g.square().mean().sqrt())) for g in grads]
     defense = Hardened(8.0, 1, bits)
-    Release(defense, 8.0, grads, held).run(5)
+    least = torch.zeros(len(sizes), device="cuda")
+    least[1] = 5.0  # the last upload's noise was larger
+    scales[1] = float(on_grid(torch.tensor(8.0 * 5.0)))
+    release = Release(defense, 8.0, grads, held, least)
+    sizes_used = [
+        max(float(g.square().mean().sqrt()), at_least) for g, at_least in zip(grads, least.tolist(), strict=True)
+    ]
+    release.run(5)
+    torch.testing.assert_close(least.cpu(), 0.99 * torch.tensor(sizes_used))
     for sent, rest, total, scale in zip(grads, held, totals, scales, strict=True):
         torch.testing.assert_close(sent + rest, total, rtol=1e-4, atol=1e-3)
         for level in sent.abs().unique().tolist() if bits else ():

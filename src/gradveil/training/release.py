@@ -1,4 +1,4 @@
-"""The hardened release of all users' tensors on a GPU in two launches; the noise is drawn inside the kernel."""
+"""The hardened release of all users' tensors on a GPU in a few launches; the noise is drawn inside the kernel."""
 # mypy: ignore-errors
 
 from collections.abc import Sequence
@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..defenses import Hardened
+from ..defenses.hardened import FASTEST_FALL
 from ..select.gpu import BLOCK, WARPS, plan_for
 from ..theory import HIGHEST, LOWEST, PER_OCTAVE
 
@@ -28,7 +29,7 @@ def _locate(blocks, pointers, segments):
 
 
 @triton.jit
-def _squares(blocks, sizes, pointers, segments, sums, BLOCK: tl.constexpr):
+def _squares(blocks, pointers, segments, sums, BLOCK: tl.constexpr):
     segment, left, grads, _ = _locate(blocks, pointers, segments)
     i = tl.arange(0, BLOCK)
     v = tl.load(grads + i, mask=i < left, other=0.0)
@@ -38,10 +39,9 @@ def _squares(blocks, sizes, pointers, segments, sums, BLOCK: tl.constexpr):
 @triton.jit
 def _release(
     blocks,
-    sizes,
     pointers,
     segments,
-    sums,
+    sizes,
     seed,
     noise,
     levels,
@@ -50,7 +50,7 @@ def _release(
     BLOCK: tl.constexpr,
 ):
     segment, left, grads, held = _locate(blocks, pointers, segments)
-    least = noise * tl.sqrt(tl.load(sums + segment) / tl.load(sizes + segment).to(tl.float32))
+    least = noise * tl.load(sizes + segment)
     exponent = tl.ceil(tl.log2(least) * _PER_OCTAVE)  # as `hardened.on_grid`
     exponent = tl.maximum(exponent, _FIRST, propagate_nan=tl.PropagateNan.ALL)
     scale = tl.where(exponent > _LAST, float("inf"), tl.exp2(exponent / _PER_OCTAVE))
@@ -71,22 +71,29 @@ def _release(
 
 
 class Release:
-    """Overwrites gradients with what is sent and residuals with what is held back; addresses must not change."""
+    """Overwrites gradients with what is sent and residuals with what is held back; addresses must not change.
 
-    def __init__(self, defense: Hardened, noise: float, grads: Sequence[Tensor], held: Sequence[Tensor]) -> None:
+    `least` holds, for every tensor, the smallest RMS its noise is measured by; a run brings it up to date.
+    """
+
+    def __init__(
+        self, defense: Hardened, noise: float, grads: Sequence[Tensor], held: Sequence[Tensor], least: Tensor
+    ) -> None:
         device = grads[0].device
         self._keep = (list(grads), list(held))
-        self._noise, self._forget = noise, 1 - defense.memory
+        self._noise, self._forget, self._least = noise, 1 - defense.memory, least
         self._plan = plan_for(tuple(g.numel() for g in grads), ((0, 0),) * len(grads), device)
+        self._entries = self._plan.sizes.clamp_min(1)
         self._pointers = torch.tensor([[t.data_ptr() for t in row] for row in (grads, held)], device=device)
-        self._sums = torch.zeros(len(grads), device=device)
         self._levels = torch.tensor(defense.levels(noise), device=device)
 
     def run(self, seed: int) -> None:
-        """Launch both kernels; `seed` settles the noise."""
-        where = (self._plan.blocks, self._plan.sizes, self._pointers, len(self._sums), self._sums)
+        """Launch the kernels; `seed` settles the noise."""
+        where = (self._plan.blocks, self._pointers, len(self._least))
         programs = (len(self._plan.blocks),)
-        self._sums.zero_()
-        _squares[programs](*where, BLOCK=BLOCK, num_warps=WARPS)
+        sums = torch.zeros_like(self._least)
+        _squares[programs](*where, sums, BLOCK=BLOCK, num_warps=WARPS)
+        sizes = torch.maximum((sums / self._entries).sqrt_(), self._least)
         chosen = (seed % 2**31, self._noise, self._levels, self._forget)
-        _release[programs](*where, *chosen, LEVELS=len(self._levels), BLOCK=BLOCK, num_warps=WARPS)
+        _release[programs](*where, sizes, *chosen, LEVELS=len(self._levels), BLOCK=BLOCK, num_warps=WARPS)
+        torch.mul(sizes, FASTEST_FALL, out=self._least)
