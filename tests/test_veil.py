@@ -28,6 +28,7 @@ from gradveil import (
 )
 from gradveil.core import Grads, Need, State, Step
 from gradveil.errors import GradientError, NeedError, StateError
+from gradveil.veil import derive_rng, system_seed
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "scalar": (), "empty": (0, 4), "fc": (10, 50)}
 
@@ -198,6 +199,26 @@ def test_clients_and_rounds_draw_different_noise(rng: torch.Generator) -> None:
     assert len(bodies) == 4
     assert Veil(GaussianNoise(1.0), g, seed=5, client="a").seal(g, 1).body in bodies
     assert Veil(GaussianNoise(1.0), g).seal(g, 1).body != Veil(GaussianNoise(1.0), g).seal(g, 1).body
+
+
+def test_noise_of_a_secret_seed_cannot_be_searched_for() -> None:
+    """The CPU's generator takes 32 bits of a seed: whoever tries them all would find the noise and subtract it."""
+    like = {"w": torch.zeros(20_000)}
+    veil = Veil(GaussianNoise(1.0), like)
+    step = veil._step(None, None, None)
+    sent = unseal(veil.seal(like, 1))["w"]
+    searched = torch.Generator().manual_seed(step.rng.initial_seed())
+    assert torch.equal(torch.randn(20_000, generator=step.rng), sent)
+    assert not torch.equal(torch.randn(20_000, generator=searched), sent)
+    assert abs(float(sent.mean())) < 0.05
+    assert float(sent.std()) == pytest.approx(1.0, abs=0.05)
+    secret = system_seed()
+    draws = [torch.randn(50, generator=derive_rng(s, "a", r)) for s, r in ((secret, 0), (secret, 0), (secret, 1))]
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
+    experiment = derive_rng(7, "a", 0)
+    again = torch.Generator().manual_seed(experiment.initial_seed())
+    assert torch.equal(torch.randn(50, generator=experiment), torch.randn(50, generator=again))
 
 
 def test_copy_is_a_free_probe(rng: torch.Generator) -> None:

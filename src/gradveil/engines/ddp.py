@@ -22,7 +22,7 @@ from .. import tree
 from ..core import Defense, Grads, Masks, State, Step, Tensors
 from ..defenses import AlignedDualPrune, DualPrune, Identity, TopK
 from ..errors import EngineError, NeedError, StateError
-from ..veil import Veil, derive_rng
+from ..veil import Veil, derive_rng, system_seed
 from .ddp_exchange import Exchange, Transit
 from .fit import parts_of, refuse_unfit
 
@@ -76,7 +76,7 @@ class RankVeil:
         self._like = {name: torch.zeros(p.shape, device=p.device) for name, p in params.items()}
         self._peers = Exchange(model.process_group, next(iter(self._like.values())).device)
         self._scaler = scaler
-        self._seed = secrets.randbits(63) if seed is None else seed
+        self._seed = system_seed() if seed is None else seed
         self._lottery = self._peers.agree([secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF])[0]
         self._state: State = defense.init(self._like)
         self._layerwise = all(type(part) in _LAYERWISE for part in parts_of(defense))
