@@ -1,0 +1,328 @@
+"""Why our cells differ from the paper's: each experiment tests one guess on the very uploads of those cells.
+
+    python examples/reasons.py rgap_failed rgap_exact rob_readout rob_planted ats_policies --root local
+
+Writes results/reasons/<experiment>.json, which the sentences in docs/results.md name. LPIPS weights are needed.
+"""
+
+import argparse
+import math
+import shlex
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gradveil import metrics, models, record
+from gradveil.attacks.imprint import Imprint
+from gradveil.attacks.rgap import RGAP, chain, margins
+from gradveil.attacks.space import box
+from gradveil.attacks.stages import Stage, apply, conv_transpose, gradient_kernel, output_shape, weight_normal
+from gradveil.audit import clients
+from gradveil.audit.clients import Sent
+from gradveil.audit.plan import Plan
+from gradveil.core import Attack, Knowledge, Observation, Reconstruction
+from gradveil.data import Dataset, normalise
+from gradveil.defenses.ats import TRANSFORMATIONS
+from gradveil.metrics.perceptual import lpips_weights
+from gradveil.reproduce import SCALES, attacked, figures, store
+from gradveil.reproduce.cells import AttackCell
+from gradveil.veil import derive_rng
+
+FULL = SCALES["full"]
+CPU = torch.device("cpu")
+PUBLISHED = ("3-1-7", "43-18-18", "3-1-7+43-18-18", "21-13-3", "7-4-15", "21-13-3+7-4-15")
+Scores = dict[str, list[float]]  # of every picture
+Line = tuple[str, Scores]  # what was scored
+
+
+@dataclass(frozen=True)
+class ReleasedRob(Attack):
+    """The planted layer of the released attack: one measurement for all rows, the model sees only what they add up to.
+
+    `mode` is the frequency of its cosine measurement (0: the mean), which is laid out for unit variance.
+    """
+
+    bins: int = 100
+    mode: int = 0
+    gain: float = 1e-3
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset({"active"})
+
+    def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
+        size = math.prod(input_shape)
+        wave = torch.cos(math.pi / size * (torch.arange(size) + 0.5) * self.mode) * 4 * max(self.mode, 0.33) / size
+        share = torch.arange(1, self.bins, dtype=torch.float64) / self.bins
+        quantiles = torch.sign(share - 0.5) * -torch.log(1 - 2 * (share - 0.5).abs()) / math.sqrt(2)  # Laplace
+        edges = torch.cat([torch.tensor([-10.0], dtype=torch.float64), quantiles]).float()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(rng.initial_seed() % 2**32)
+            measure, mix = nn.Linear(size, self.bins), nn.Linear(self.bins, size)
+        with torch.no_grad():
+            measure.weight.copy_(self.gain * wave.expand(self.bins, -1))
+            measure.bias.copy_(-self.gain * edges)
+            mix.weight.fill_(1 / self.gain)
+            mix.bias.sub_(edges.mean())
+        block = nn.Sequential(nn.Flatten(), measure, nn.ReLU(), mix, nn.Unflatten(1, input_shape))
+        return nn.Sequential(block, model).train(model.training)
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        return released_readout(seen, "0.1")
+
+
+def released_readout(
+    seen: Observation, layer: str, shift: float = 0.0, *, largest: bool = True, black: bool = False
+) -> Reconstruction:
+    """Read each row minus the one before it: row 0 stays a mixture and what lies above the last edge is lost.
+
+    Of more hits than examples those with the largest (one release) or smallest (another) mean gradient are kept; too
+    few are filled up with the mean of the data, or with black.
+    """
+    weight, bias = seen.grads[f"{layer}.weight"].float(), seen.grads[f"{layer}.bias"].float()
+    content = torch.cat([weight[:1], weight[1:] - weight[:-1]])
+    factor = torch.cat([bias[:1], bias[1:] - bias[:-1]])
+    hit = factor != 0
+    low, high = box(seen)
+    found = (content[hit] / factor[hit, None] - shift).reshape(-1, *seen.input_shape).clamp(low, high)
+    if len(found) > seen.num_examples:
+        strength = content[hit].mean(1).abs()
+        found = found[torch.topk(strength, seen.num_examples, largest=largest).indices]
+    filling = low if black else torch.zeros_like(low)
+    missing = filling.expand(seen.num_examples - len(found), *seen.input_shape)
+    return Reconstruction(torch.cat([found, missing]))
+
+
+@dataclass(frozen=True)
+class ReleasedRGAP(Attack):
+    """R-GAP as released, for one logit and a known label opposite to the prediction.
+
+    Gradient and weight rows are not weighed against each other, and what passes between layers is float32. The released
+    call converts its float32 rows and solves in float64; `solver` float32 is the guess that was tested. Returns raw
+    values: the release shows them clamped, and rescaled from the smallest to the largest.
+    """
+
+    solver: Literal["float64", "float32"] = "float64"
+    weighed: bool = False
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        stages, head, name = chain(seen)
+        if seen.labels is None:
+            raise ValueError("R-GAP as released is told the label")
+        weight, gradient = head.weight.detach(), seen.grads[f"{name}.weight"]
+        margin = margins(float((gradient * weight).sum()))[0]
+        factor = -float(2 * seen.labels[0] - 1) / (1 + math.exp(margin))
+        after = (gradient / factor).view(output_shape(stages[-1]))
+        pull = (factor * weight).view_as(after)
+        for stage in reversed(stages):
+            slopes = torch.where(after >= 0, 1.0, stage.slope)
+            after = self._back(stage, after / slopes, pull * slopes, seen.grads[f"{stage.name}.weight"])
+            pull = conv_transpose(stage, pull * slopes)
+        return Reconstruction(after)
+
+    def _back(self, stage: Stage, z: Tensor, pull: Tensor, gradient: Tensor) -> Tensor:
+        """Return the input that fits both sets of rows best, rounded to float32."""
+        kind = getattr(torch, self.solver)
+        kernel, z, rows = gradient_kernel(stage, pull).to(kind), z.to(kind), gradient.movedim(1, 0).flatten(1).to(kind)
+        normal, block = weight_normal(stage, torch.ones_like(z)), kernel.T @ kernel
+        share = float(normal.diagonal().mean() / block.diagonal().mean()) if self.weighed else 1.0
+        for channel in range(len(rows)):
+            part = slice(channel * len(block), (channel + 1) * len(block))
+            normal[part, part] += share * block
+        factor, _ = torch.linalg.cholesky_ex(normal)
+        x = z.new_zeros(1, *stage.takes)
+        for _ in range(3 if kind == torch.float64 else 1):
+            missed = rows - x.view(len(rows), -1) @ kernel.T
+            pulled = conv_transpose(stage, z - apply(stage, x)).flatten() + share * (missed @ kernel).flatten()
+            x = x + torch.cholesky_solve(pulled[:, None], factor).view_as(x)
+        return x.float()
+
+
+def flipped(model: nn.Module, data: Dataset) -> Dataset:
+    """Return the pictures labelled 0 or 1, opposite to what a one-logit model says of them."""
+    with torch.no_grad():
+        says = torch.cat([model(data.batch([i]).inputs)[:, 0] for i in range(len(data))])
+    return replace(data, labels=(says <= 0).long())
+
+
+def logistic(logit: Tensor, label: Tensor) -> Tensor:
+    return F.softplus(-(2 * label - 1) * logit[:, 0]).mean()
+
+
+def upload(cell: AttackCell, attack: Attack, root: str) -> tuple[list[Sent], Dataset]:
+    """Return what the clients of a cell send, with `attack`'s layer planted if it has one; R-GAP as released gets the
+    one logit it is made for."""
+    data, chosen = attacked.victims(cell, root)
+    subject, column = attacked._subject(cell, attacked.Place(FULL, root, CPU, None), data, chosen, attack)
+    if isinstance(attack, ReleasedRGAP):
+        model = models.build(cell.model, num_classes=1, input_shape=data.input_shape, seed=cell.seed)
+        subject = replace(subject, model=model, loss_fn=logistic, victims=flipped(model.eval(), subject.victims))
+    sent = clients.uploads(Plan(seed=cell.seed, device="cpu"), subject, column, cell.defense, attack)
+    return [replace(s, seen=replace(s.seen, defense=None)) for s in sent], data
+
+
+def scored(sent: Sequence[Sent], found: Sequence[Reconstruction], data: Dataset, *, changed: bool = False) -> Scores:
+    return attacked._scores(sent, found, data, transformed=changed)
+
+
+def tried(sent: list[Sent], attack: Attack, cell: AttackCell) -> list[Reconstruction]:
+    rngs = [derive_rng(cell.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
+    return attack.run_many([s.seen for s in sent], rngs)
+
+
+def rescaled(found: Reconstruction, data: Dataset) -> Reconstruction:
+    """Return the values stretched from black to white, as the release shows them."""
+    x = found.inputs
+    return Reconstruction(normalise((x - x.min()) / (x.max() - x.min()), data.mean, data.std))
+
+
+def rgap_failed(root: str) -> Iterator[Line]:
+    """Is the paper's 0.25 what grey, or faint noise round grey, scores, or what the released attack leaves?"""
+    data, chosen = attacked.victims(FULL.attack("rgap", "none", "cnn6"), root)
+    truth = data.pixels(chosen)
+    rng = torch.Generator().manual_seed(0)
+
+    def blind(guess: Tensor) -> Scores:
+        cards = [metrics.score(g[None], t[None]) for g, t in zip(guess.expand_as(truth), truth, strict=True)]
+        return {name: [card[name][0] for card in cards] for name in cards[0]}
+
+    yield "grey", blind(torch.full_like(truth, 0.5))
+    yield "mean colour of the data", blind(torch.tensor(data.mean).view(1, -1, 1, 1))
+    yield "black", blind(torch.zeros_like(truth))
+    for size in (0.01, 0.03, 0.05, 0.1):
+        yield f"grey and noise of {size:g}", blind(0.5 + size * torch.randn(truth.shape, generator=rng))
+        coarse = torch.randn(len(truth), 3, 8, 8, generator=rng)
+        smooth = F.interpolate(coarse, size=truth.shape[-2:], mode="bilinear")
+        yield f"grey and smooth noise of {size:g}", blind(0.5 + size * smooth)
+    for defense in ("soteria", "dp", "topk", "outpost", "dgp"):
+        cell, attack = FULL.attack("rgap", defense, "cnn6"), ReleasedRGAP()
+        sent, _ = upload(cell, attack, root)
+        found = tried(sent, attack, cell)
+        yield f"released attack, {defense}, clamped", scored(sent, found, data)
+        yield f"released attack, {defense}, rescaled", scored(sent, [rescaled(f, data) for f in found], data)
+
+
+def rgap_exact(root: str) -> Iterator[Line]:
+    """Does solving in float32 give the paper's 0.965, or the rows that the released attack does not weigh?"""
+    for attack in (ReleasedRGAP(), ReleasedRGAP(weighed=True), ReleasedRGAP("float32"), ReleasedRGAP("float32", True)):
+        cell = FULL.attack("rgap", "none", "cnn6")
+        sent, data = upload(cell, attack, root)
+        rows = "rows weighed" if attack.weighed else "rows not weighed"
+        yield f"{rows}, solved in {attack.solver}", scored(sent, tried(sent, attack, cell), data)
+    cell, attack = FULL.attack("rgap", "ats", "cnn6"), ReleasedRGAP()
+    sent, data = upload(cell, attack, root)
+    yield "ats_r, rows not weighed, solved in float64", scored(sent, tried(sent, attack, cell), data, changed=True)
+
+
+def rob_readout(root: str) -> Iterator[Line]:
+    """Does the released read-out give the paper's 0.933 where ours gives 0.972?"""
+    for defense in ("none", "precode"):
+        for text, attack, layer in planted(root):
+            cell = FULL.attack("rob", defense)
+            sent, data = upload(cell, attack, root)
+            if isinstance(attack, Imprint):
+                yield f"{defense}: {text}, our read-out", scored(sent, tried(sent, attack, cell), data)
+            shift = attack.shift if isinstance(attack, Imprint) else 0.0
+            for largest in (True, False):
+                found = [released_readout(s.seen, layer, shift, largest=largest) for s in sent]
+                kept = "largest" if largest else "smallest"
+                yield f"{defense}: {text}, released read-out, {kept} kept", scored(sent, found, data)
+
+
+def planted(root: str) -> Iterator[tuple[str, Attack, str]]:
+    data = attacked.load_split("cifar10", "test", root)
+    yield "our layer, 200 bins", Imprint(bins=200).fitted(None, data.mean, data.std), "imprint.measure"
+    yield "released layer, 100 bins", ReleasedRob(), "0.1"
+    yield "released layer, 200 bins", ReleasedRob(bins=200), "0.1"
+    yield "later release, 64 bins of a wave", ReleasedRob(64, 32, 1.0), "0.1"
+
+
+def rob_planted(root: str) -> Iterator[Line]:
+    """Do gain, bins, layer or read-out move our figures under pruning and noise to the paper's?"""
+    data = attacked.load_split("cifar10", "test", root)
+    ours = Imprint(bins=200).fitted(None, data.mean, data.std)
+    layers: dict[str, Imprint] = {
+        "as in the table": ours,
+        "gain 1": replace(ours, gain=1.0),
+        "50 bins": replace(ours, bins=50),
+        "800 bins": replace(ours, bins=800),
+        "no shift": replace(ours, shift=0.0),
+    }
+    for defense in ("topk", "dgp", "outpost", "dp"):
+        cell = FULL.attack("rob", defense)
+        for text, attack in layers.items():
+            sent, _ = upload(cell, attack, root)
+            yield f"{defense}: our layer, {text}", scored(sent, tried(sent, attack, cell), data)
+        for gain in (1e-3, 1.0):
+            sent, _ = upload(cell, ReleasedRob(gain=gain), root)
+            for fill in ("grey", "black"):
+                found = [released_readout(s.seen, "0.1", black=fill == "black") for s in sent]
+                yield f"{defense}: released, gain {gain:g}, missing ones {fill}", scored(sent, found, data)
+
+
+def ats_policies(root: str) -> Iterator[Line]:
+    """Does another published policy give the paper's ats_t? R-GAP is exact, so there the changed picture is scored."""
+    for policy in (*PUBLISHED, *map(str, range(len(TRANSFORMATIONS)))):
+        cell = FULL.attack("rgap", "ats", "cnn6", defense_text=f"ats(policy='{policy}')")
+        sent, data = upload(cell, RGAP(masked=False), root)
+        text = " ".join(map(str, TRANSFORMATIONS[int(policy)])) if policy.isdigit() else "published"
+        yield f"rgap: {policy} ({text})", scored(sent, [Reconstruction(s.trained_on.inputs) for s in sent], data)
+    for policy in PUBLISHED:
+        cell = FULL.attack("rob", "ats", defense_text=f"ats(policy='{policy}')")
+        attack = Imprint(bins=200).fitted(None, data.mean, data.std)
+        sent, data = upload(cell, attack, root)
+        found = tried(sent, attack, cell)
+        for column in ("ats_t", "ats_r"):
+            yield f"rob, {column}: {policy}", scored(sent, found, data, changed=column == "ats_r")
+
+
+EXPERIMENTS: dict[str, Callable[[str], Iterator[Line]]] = {
+    f.__name__: f for f in (rgap_failed, rgap_exact, rob_readout, rob_planted, ats_policies)
+}
+
+
+def figures_of(scores: Scores) -> dict[str, Any]:
+    found = {}
+    for name, column in (("ssim", "paper_ssim"), ("plain_ssim", "ssim"), ("lpips", "lpips"), ("mse", "mse")):
+        figure = figures.summarise([scores[column]])
+        found[name] = {"mean": figure.mean, "spread": figure.spread}
+    extremes = {"max_ssim": max(scores["paper_ssim"]), "min_lpips": min(scores["lpips"])}
+    return {"n": len(scores["mse"]), **found, **extremes}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("experiments", nargs="+", choices=list(EXPERIMENTS))
+    parser.add_argument("--root", default="local", help="where CIFAR-10 lies")
+    parser.add_argument("--out", type=Path, default=Path("results/reasons"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    lpips_weights()  # raises if there are none
+    for name in given.experiments:
+        experiment, started, lines = EXPERIMENTS[name], time.monotonic(), {}
+        for label, scores in experiment(given.root):
+            lines[label] = found = figures_of(scores)
+            print(f"{label:60} SSIM {found['ssim']['mean']:.3f}  LPIPS {found['lpips']['mean']:.3f}", flush=True)
+        result = {
+            "kind": "reason",
+            "experiment": name,
+            "question": experiment.__doc__,
+            "command": shlex.join(["python", "examples/reasons.py", name, "--root", given.root]),
+            "environment": record.environment(),
+            "device": "cpu",
+            "seconds": time.monotonic() - started,
+            "seed": 0,
+            "pictures": "those of the cells with this seed in results/full",
+            "lines": lines,
+        }
+        store.write(given.out / f"{name}.json", result)
+
+
+if __name__ == "__main__":
+    main()
