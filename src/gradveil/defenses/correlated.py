@@ -10,9 +10,6 @@ example can move C G.
 import math
 from dataclasses import dataclass
 
-from scipy.optimize import brentq
-from scipy.special import log_ndtr
-
 from .. import check, tree
 from ..core import Grads, State, Step
 from ..errors import StateError
@@ -112,6 +109,9 @@ def gaussian_epsilon(noise: float, delta: float) -> float:
 
     Reference: Balle and Wang, "Improving the Gaussian Mechanism for Differential Privacy", theorem 8.
     """
+    from scipy.optimize import brentq  # here, because it would take a fifth of `import gradveil`
+    from scipy.special import log_ndtr
+
     check.positive(noise=noise, delta=delta)
     check.fraction(delta=delta)
 
