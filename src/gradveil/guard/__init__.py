@@ -14,7 +14,6 @@ out of the gradient whole. The guard asks four questions:
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Self
@@ -25,8 +24,11 @@ from torch.nn import functional as F
 
 from .. import check
 from ..core import Tensors
-from ..errors import GuardError, StateError
+from ..errors import GuardError
 from .looks import low_band, nested_shares, rare_share, sketched
+from .memory import REMEMBERED, Seen, changes, difference, fingerprint, sketch, tensors_of, watched
+
+__all__ = ["REMEMBERED", "Finding", "Guard", "Seen", "fingerprint"]
 
 ROWS = 512  # rows compared in one layer, drawn anew each time so that a server cannot place pairs apart
 FEWEST_ROWS = 16  # a layer with fewer cannot sort a batch, and too few pairs would make the shares chance
@@ -35,9 +37,6 @@ WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture 
 SOME = 32  # rows enough to tell how large a column is
 MOVED = 0.05  # relative change since the weights were last looked at that calls for another look
 SAME = 1e-7  # relative change of the middle weight matrix below which a model counts as answered before
-REMEMBERED = 16  # models that a new one is compared with
-SKETCH = 64  # numbers kept of each weight matrix from round to round
-COLUMNS = 16  # of it that they are made of
 
 
 @dataclass(frozen=True)
@@ -49,30 +48,6 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.layer}: {self.reason}"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a client remembers of the last model it accepted: its structure and a few numbers of every weight."""
-
-    structure: tuple[str, ...]
-    seed: int  # settles which entries the sketch reads
-    sketches: Tensor  # [models, tensors, SKETCH], the newest last
-    inspected: Tensor  # [tensors, SKETCH] when the weights were last looked at
-
-    def state_dict(self) -> Tensors:
-        """Return this memory as tensors."""
-        text = torch.frombuffer(bytearray("\n".join(self.structure).encode()), dtype=torch.uint8)
-        seed = torch.tensor(self.seed)
-        return {"structure": text, "seed": seed, "sketches": self.sketches, "inspected": self.inspected.clone()}
-
-    @classmethod
-    def from_state_dict(cls, saved: Mapping[str, Tensor]) -> Self:
-        """Rebuild the memory; raises `StateError` if it is none."""
-        if saved.keys() != {"structure", "seed", "sketches", "inspected"}:
-            raise StateError("the guard's memory is incomplete: restore the state file, or delete its guard entries")
-        text = bytes(saved["structure"].tolist()).decode()
-        return cls(tuple(text.split("\n")), int(saved["seed"]), saved["sketches"].cpu(), saved["inspected"].cpu())
 
 
 @dataclass(frozen=True)
@@ -137,17 +112,16 @@ bias=True)'): no gradient is computed on it
         pinned = self.pinned or (seen.structure if seen else structure)
         if structure != pinned:
             raise GuardError(
-                f"the model is not the one you defined ({_difference(structure, pinned)}): "
-                "no gradient is computed on it"
+                f"the model is not the one you defined ({difference(structure, pinned)}): no gradient is computed on it"
             )
         rng = rng or torch.Generator().manual_seed(0)
         seed = seen.seed if seen else int(torch.randint(2**62, (), generator=rng, device=rng.device))
-        watched = _watched(model)
-        sketches = _sketches(watched, seed)
+        weights = watched(model)
+        sketches = sketch(weights, seed)
         before = sketches[None][:0] if seen is None else seen.sketches[1 - REMEMBERED :]
         now = Seen(structure, seed, torch.cat([before, sketches[None]]), sketches)
-        findings = self._compare(seen, sketches, list(watched)) if seen else []
-        if seen is None or max(_changes(seen.inspected, sketches), default=0.0) > MOVED:
+        findings = self._compare(seen, sketches, list(weights)) if seen else []
+        if seen is None or max(changes(seen.inspected, sketches), default=0.0) > MOVED:
             findings += self.inspect(model, input_shape=input_shape, rng=rng)
         else:
             now = replace(now, inspected=seen.inspected)
@@ -173,7 +147,7 @@ bias=True)'): no gradient is computed on it
         as a square picture has is taken for one, and the first such layer for the model's first.
         """
         rng = rng or torch.Generator().manual_seed(0)
-        tensors = _tensors(model)
+        tensors = tensors_of(model)
         found = []
         first = True
         for name, weight in tensors.items():
@@ -216,35 +190,18 @@ bias=True)'): no gradient is computed on it
 
     def _compare(self, seen: Seen, now: Tensor, names: list[str]) -> list[Finding]:
         """Return what changed too much since the last round, or not at all since one of the last."""
-        change = _changes(seen.sketches[-1], now)
+        moved = changes(seen.sketches[-1], now)
         found = [
             Finding(name.removesuffix(".weight"), f"it changed by {share:.0%} since the last round (another layer)")
-            for name, share in zip(names, change, strict=True)
+            for name, share in zip(names, moved, strict=True)
             # Biases start near zero, so any change of theirs is large.
             if self.jump is not None and share > self.jump and not name.endswith("bias")
         ]
         # The middle one: a server that edits a few weights has still frozen the rest.
-        repeats = sum(median(_changes(old, now)) < SAME for old in seen.sketches) if names else 0
+        repeats = sum(median(changes(old, now)) < SAME for old in seen.sketches) if names else 0
         if self.repeats is not None and repeats > self.repeats:
             found.append(Finding("the whole model", f"the same weights came {repeats + 1} times (a frozen model)"))
         return found
-
-
-def fingerprint(model: nn.Module | Tensors) -> tuple[str, ...]:
-    """Return the structure of a model: every module with its settings, every parameter and buffer with its shape.
-
-    >>> fingerprint(nn.Linear(2, 3))
-    (': Linear(in_features=2, out_features=3, bias=True)', 'weight [3, 2] float32', 'bias [3] float32')
-    """
-    modules, tensors = [], list(model.items()) if isinstance(model, dict) else []
-    if isinstance(model, nn.Module):
-        modules = [f"{name}: {type(m).__name__}({m.extra_repr()})" for name, m in model.named_modules()]
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-    return (*modules, *(f"{n} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for n, t in tensors))
-
-
-def _tensors(model: nn.Module | Tensors) -> Tensors:
-    return dict(model.named_parameters()) if isinstance(model, nn.Module) else model
 
 
 def _measures_pictures(weight: Tensor) -> bool:
@@ -264,40 +221,3 @@ def _picture_shape(weight: Tensor, input_shape: tuple[int, ...] | None) -> tuple
         if side >= 2 and channels * side * side == inputs.numel():
             return channels, side, side
     return None
-
-
-def _watched(model: nn.Module | Tensors) -> Tensors:
-    """Return the weights a swapped layer would show in, and the biases whose thresholds would sort pictures."""
-    tensors = {name: t.detach() for name, t in _tensors(model).items()}
-    return {
-        name: t
-        for name, t in tensors.items()
-        if t.ndim >= 2 or (name.endswith("bias") and tensors.get(f"{name[:-4]}weight", t).ndim == 2)
-    }
-
-
-def _changes(old: Tensor, new: Tensor) -> list[float]:
-    """Return the relative change of every tensor; 0 for one that was and is zero."""
-    size = torch.maximum(old.norm(dim=1), new.norm(dim=1)).clamp_min(torch.finfo(torch.float32).tiny)
-    changes: list[float] = ((new - old).norm(dim=1) / size).tolist()
-    return changes
-
-
-def _sketches(watched: Tensors, seed: int) -> Tensor:
-    """Return `[tensors, SKETCH]`: signed sums over all rows of a few secret columns, which no planted row can avoid."""
-    rng = torch.Generator().manual_seed(seed)
-    signs = torch.randint(2, (COLUMNS * max(map(len, watched.values()), default=0),), generator=rng) * 2.0 - 1
-    sums = []
-    for t in watched.values():
-        rows = t.reshape(len(t), -1)
-        columns = torch.randint(rows.shape[1], (min(COLUMNS, rows.shape[1]),), generator=rng)
-        picked = rows.index_select(1, columns.to(t.device)).float().flatten()
-        picked = picked * signs[: len(picked)].to(t.device)
-        sums.append(F.pad(picked, (0, -len(picked) % SKETCH)).view(-1, SKETCH).sum(0))
-    return torch.stack(sums).cpu() if sums else torch.zeros(0, SKETCH)
-
-
-def _difference(now: tuple[str, ...], pinned: tuple[str, ...]) -> str:
-    added = [line for line in now if line not in set(pinned)]
-    missing = [line for line in pinned if line not in set(now)]
-    return f"it adds {added[0]!r}" if added else f"it lacks {missing[0]!r}" if missing else "the order differs"
