@@ -131,6 +131,17 @@ def test_the_filters_protect_and_restore(nvflare: Any, tmp_path: Path) -> None:
         np.testing.assert_allclose(sent_total[name] + residual[name].numpy(), computed, atol=1e-5)
 
 
+def test_nothing_rides_beside_the_difference(nvflare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, hide = Where(tmp_path), nvflare.VeilFilter("dgp")
+    result = nvflare.DXO(nvflare.DataKind.WEIGHT_DIFF, update(1)).to_shareable()
+    with pytest.raises(NeedError, match="'extra'"):
+        hide.process(type(result)({**result, "extra": update(1)}), where)
+    monkeypatch.setattr(type(result), "get_return_code", lambda *_: "EXECUTION_EXCEPTION")
+    with pytest.raises(NeedError, match="'DXO'"):  # NVFlare's own filter lets a failed result pass with all it holds
+        hide.process(result, where)
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_cannot_be_protected_never_passes(nvflare: Any, tmp_path: Path) -> None:
     where, hide = Where(tmp_path), nvflare.VeilFilter("dgp")
     with pytest.raises(NeedError, match="only weight differences"):

@@ -52,7 +52,13 @@ class VeilFilter(DXOFilter):  # type: ignore[misc]
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Refuse everything that would pass the filter unprotected."""
-        if shareable.get_return_code() == ReturnCode.OK and from_shareable(shareable).data_kind != DataKind.WEIGHT_DIFF:
+        done = shareable.get_return_code() == ReturnCode.OK
+        # A shareable is a dict: what lies in it beside the difference would travel as it is, and so would all of a
+        # result that is marked as failed. NVFlare's own entries, such as the headers, begin with two underscores.
+        odd = [key for key in shareable if not key.startswith("__") and not (done and key == "DXO")]
+        if odd:
+            raise NeedError(f"the result holds {odd[0]!r}, which cannot be protected: send one weight difference only")
+        if done and from_shareable(shareable).data_kind != DataKind.WEIGHT_DIFF:
             raise NeedError("only weight differences can be protected: set params_transfer_type=TransferType.DIFF")
         return super().process(shareable, fl_ctx)
 
