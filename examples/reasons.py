@@ -1,32 +1,30 @@
 """Why our cells differ from the paper's: each experiment tests one guess on the very uploads of those cells.
 
-    python examples/reasons.py rgap_failed rgap_exact rob_readout rob_planted ats_policies --root local
+    python examples/reasons.py rgap_failed rgap_exact rob_readout rob_planted rob_pixels ats_policies --root local
 
 Writes results/reasons/<experiment>.json, which the sentences in docs/results.md name. LPIPS weights are needed.
 """
 
 import argparse
-import math
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from released import ReleasedRGAP, ReleasedRob, released_readout
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil import metrics, models, record
 from gradveil.attacks.imprint import Imprint
-from gradveil.attacks.rgap import RGAP, chain, margins
-from gradveil.attacks.space import box
-from gradveil.attacks.stages import Stage, apply, conv_transpose, gradient_kernel, output_shape, weight_normal
+from gradveil.attacks.rgap import RGAP
 from gradveil.audit import clients
 from gradveil.audit.clients import Sent
 from gradveil.audit.plan import Plan
-from gradveil.core import Attack, Knowledge, Observation, Reconstruction
+from gradveil.core import Attack, Reconstruction
 from gradveil.data import Dataset, normalise
 from gradveil.defenses.ats import TRANSFORMATIONS
 from gradveil.metrics.perceptual import lpips_weights
@@ -41,109 +39,6 @@ Scores = dict[str, list[float]]  # of every picture
 Line = tuple[str, Scores]  # what was scored
 
 
-@dataclass(frozen=True)
-class ReleasedRob(Attack):
-    """The planted layer of the released attack: one measurement for all rows, the model sees only what they add up to.
-
-    `mode` is the frequency of its cosine measurement (0: the mean), which is laid out for unit variance.
-    """
-
-    bins: int = 100
-    mode: int = 0
-    gain: float = 1e-3
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return frozenset({"active"})
-
-    def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
-        size = math.prod(input_shape)
-        wave = torch.cos(math.pi / size * (torch.arange(size) + 0.5) * self.mode) * 4 * max(self.mode, 0.33) / size
-        share = torch.arange(1, self.bins, dtype=torch.float64) / self.bins
-        quantiles = torch.sign(share - 0.5) * -torch.log(1 - 2 * (share - 0.5).abs()) / math.sqrt(2)  # Laplace
-        edges = torch.cat([torch.tensor([-10.0], dtype=torch.float64), quantiles]).float()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(rng.initial_seed() % 2**32)
-            measure, mix = nn.Linear(size, self.bins), nn.Linear(self.bins, size)
-        with torch.no_grad():
-            measure.weight.copy_(self.gain * wave.expand(self.bins, -1))
-            measure.bias.copy_(-self.gain * edges)
-            mix.weight.fill_(1 / self.gain)
-            mix.bias.sub_(edges.mean())
-        block = nn.Sequential(nn.Flatten(), measure, nn.ReLU(), mix, nn.Unflatten(1, input_shape))
-        return nn.Sequential(block, model).train(model.training)
-
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        return released_readout(seen, "0.1")
-
-
-def released_readout(
-    seen: Observation, layer: str, shift: float = 0.0, *, largest: bool = True, black: bool = False
-) -> Reconstruction:
-    """Read each row minus the one before it: row 0 stays a mixture and what lies above the last edge is lost.
-
-    Of more hits than examples those with the largest (one release) or smallest (another) mean gradient are kept; too
-    few are filled up with the mean of the data, or with black.
-    """
-    weight, bias = seen.grads[f"{layer}.weight"].float(), seen.grads[f"{layer}.bias"].float()
-    content = torch.cat([weight[:1], weight[1:] - weight[:-1]])
-    factor = torch.cat([bias[:1], bias[1:] - bias[:-1]])
-    hit = factor != 0
-    low, high = box(seen)
-    found = (content[hit] / factor[hit, None] - shift).reshape(-1, *seen.input_shape).clamp(low, high)
-    if len(found) > seen.num_examples:
-        strength = content[hit].mean(1).abs()
-        found = found[torch.topk(strength, seen.num_examples, largest=largest).indices]
-    filling = low if black else torch.zeros_like(low)
-    missing = filling.expand(seen.num_examples - len(found), *seen.input_shape)
-    return Reconstruction(torch.cat([found, missing]))
-
-
-@dataclass(frozen=True)
-class ReleasedRGAP(Attack):
-    """R-GAP as released, for one logit and a known label opposite to the prediction.
-
-    Gradient and weight rows are not weighed against each other, and what passes between layers is float32. The released
-    call converts its float32 rows and solves in float64; `solver` float32 is the guess that was tested. Returns raw
-    values: the release shows them clamped, and rescaled from the smallest to the largest.
-    """
-
-    solver: Literal["float64", "float32"] = "float64"
-    weighed: bool = False
-
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        stages, head, name = chain(seen)
-        if seen.labels is None:
-            raise ValueError("R-GAP as released is told the label")
-        weight, gradient = head.weight.detach(), seen.grads[f"{name}.weight"]
-        margin = margins(float((gradient * weight).sum()))[0]
-        factor = -float(2 * seen.labels[0] - 1) / (1 + math.exp(margin))
-        after = (gradient / factor).view(output_shape(stages[-1]))
-        pull = (factor * weight).view_as(after)
-        for stage in reversed(stages):
-            slopes = torch.where(after >= 0, 1.0, stage.slope)
-            after = self._back(stage, after / slopes, pull * slopes, seen.grads[f"{stage.name}.weight"])
-            pull = conv_transpose(stage, pull * slopes)
-        return Reconstruction(after)
-
-    def _back(self, stage: Stage, z: Tensor, pull: Tensor, gradient: Tensor) -> Tensor:
-        """Return the input that fits both sets of rows best, rounded to float32."""
-        kind = getattr(torch, self.solver)
-        kernel, z, rows = gradient_kernel(stage, pull).to(kind), z.to(kind), gradient.movedim(1, 0).flatten(1).to(kind)
-        normal, block = weight_normal(stage, torch.ones_like(z)), kernel.T @ kernel
-        share = float(normal.diagonal().mean() / block.diagonal().mean()) if self.weighed else 1.0
-        for channel in range(len(rows)):
-            part = slice(channel * len(block), (channel + 1) * len(block))
-            normal[part, part] += share * block
-        factor, _ = torch.linalg.cholesky_ex(normal)
-        x = z.new_zeros(1, *stage.takes)
-        for _ in range(3 if kind == torch.float64 else 1):
-            missed = rows - x.view(len(rows), -1) @ kernel.T
-            pulled = conv_transpose(stage, z - apply(stage, x)).flatten() + share * (missed @ kernel).flatten()
-            x = x + torch.cholesky_solve(pulled[:, None], factor).view_as(x)
-        return x.float()
-
-
 def flipped(model: nn.Module, data: Dataset) -> Dataset:
     """Return the pictures labelled 0 or 1, opposite to what a one-logit model says of them."""
     with torch.no_grad():
@@ -155,10 +50,14 @@ def logistic(logit: Tensor, label: Tensor) -> Tensor:
     return F.softplus(-(2 * label - 1) * logit[:, 0]).mean()
 
 
-def upload(cell: AttackCell, attack: Attack, root: str) -> tuple[list[Sent], Dataset]:
-    """Return what the clients of a cell send, with `attack`'s layer planted if it has one; R-GAP as released gets the
-    one logit it is made for."""
+def upload(cell: AttackCell, attack: Attack, root: str, *, pixels: bool = False) -> tuple[list[Sent], Dataset]:
+    """Return what the clients of a cell send, with `attack`'s layer planted if it has one.
+
+    R-GAP as released gets the one logit it is made for. With `pixels` the model takes pixels in 0..1 as they are.
+    """
     data, chosen = attacked.victims(cell, root)
+    if pixels:
+        data = replace(data, mean=(0.0,) * len(data.mean), std=(1.0,) * len(data.std))
     subject, column = attacked._subject(cell, attacked.Place(FULL, root, CPU, None), data, chosen, attack)
     if isinstance(attack, ReleasedRGAP):
         model = models.build(cell.model, num_classes=1, input_shape=data.input_shape, seed=cell.seed)
@@ -201,7 +100,7 @@ def rgap_failed(root: str) -> Iterator[Line]:
         smooth = F.interpolate(coarse, size=truth.shape[-2:], mode="bilinear")
         yield f"grey and smooth noise of {size:g}", blind(0.5 + size * smooth)
     for defense in ("soteria", "dp", "topk", "outpost", "dgp"):
-        cell, attack = FULL.attack("rgap", defense, "cnn6"), ReleasedRGAP()
+        cell, attack = replace(FULL.attack("rgap", defense, "cnn6"), pictures=10), ReleasedRGAP()
         sent, _ = upload(cell, attack, root)
         found = tried(sent, attack, cell)
         yield f"released attack, {defense}, clamped", scored(sent, found, data)
@@ -266,6 +165,15 @@ def rob_planted(root: str) -> Iterator[Line]:
                 yield f"{defense}: released, gain {gain:g}, missing ones {fill}", scored(sent, found, data)
 
 
+def rob_pixels(root: str) -> Iterator[Line]:
+    """The same for models that take pixels in 0..1: what did not arrive, and what is missing, is black there."""
+    for bins in (100, 400):
+        for defense in ("none", "topk", "dgp", "outpost", "dp"):
+            cell, attack = FULL.attack("rob", defense), ReleasedRob(bins=bins)
+            sent, data = upload(cell, attack, root, pixels=True)
+            yield f"{defense}: released, {bins} bins", scored(sent, tried(sent, attack, cell), data)
+
+
 def ats_policies(root: str) -> Iterator[Line]:
     """Does another published policy give the paper's ats_t? R-GAP is exact, so there the changed picture is scored."""
     for policy in (*PUBLISHED, *map(str, range(len(TRANSFORMATIONS)))):
@@ -283,7 +191,7 @@ def ats_policies(root: str) -> Iterator[Line]:
 
 
 EXPERIMENTS: dict[str, Callable[[str], Iterator[Line]]] = {
-    f.__name__: f for f in (rgap_failed, rgap_exact, rob_readout, rob_planted, ats_policies)
+    f.__name__: f for f in (rgap_failed, rgap_exact, rob_readout, rob_planted, rob_pixels, ats_policies)
 }
 
 
