@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from scipy import stats
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -27,8 +28,10 @@ from gradveil import (
     unseal,
 )
 from gradveil.core import Grads, Need, State, Step
+from gradveil.defenses.noise import normal_like
 from gradveil.errors import GradientError, NeedError, StateError
-from gradveil.veil import derive_rng, system_seed
+from gradveil.secret import SecretGenerator, system_seed
+from gradveil.veil import derive_rng
 
 SHAPES = {"conv": (6, 3, 3, 3), "bias": (6,), "scalar": (), "empty": (0, 4), "fc": (10, 50)}
 
@@ -202,23 +205,29 @@ def test_clients_and_rounds_draw_different_noise(rng: torch.Generator) -> None:
 
 
 def test_noise_of_a_secret_seed_cannot_be_searched_for() -> None:
-    """The CPU's generator takes 32 bits of a seed: whoever tries them all would find the noise and subtract it."""
+    """torch's CPU generator takes 32 bits of a seed, and its numbers are linear: both would let noise be subtracted."""
     like = {"w": torch.zeros(20_000)}
     veil = Veil(GaussianNoise(1.0), like)
-    step = veil._step(None, None, None)
+    rng = veil._step(None, None, None).rng
+    assert isinstance(rng, SecretGenerator)
     sent = unseal(veil.seal(like, 1))["w"]
-    searched = torch.Generator().manual_seed(step.rng.initial_seed())
-    assert torch.equal(torch.randn(20_000, generator=step.rng), sent)
-    assert not torch.equal(torch.randn(20_000, generator=searched), sent)
-    assert abs(float(sent.mean())) < 0.05
-    assert float(sent.std()) == pytest.approx(1.0, abs=0.05)
-    secret = system_seed()
-    draws = [torch.randn(50, generator=derive_rng(s, "a", r)) for s, r in ((secret, 0), (secret, 0), (secret, 1))]
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
-    experiment = derive_rng(7, "a", 0)
-    again = torch.Generator().manual_seed(experiment.initial_seed())
-    assert torch.equal(torch.randn(50, generator=experiment), torch.randn(50, generator=again))
+    assert torch.equal(rng.normal((20_000,)), sent)
+    assert not torch.equal(rng.normal((20_000,)), sent)
+    assert stats.kstest(sent.numpy(), "norm").pvalue > 1e-4
+    assert abs(float((sent[:-1] * sent[1:]).mean())) < 0.05
+    searched = torch.Generator().manual_seed(rng.initial_seed())
+    assert not torch.equal(torch.rand(50, generator=rng), torch.rand(50, generator=searched))
+
+
+def test_a_secret_generator_repeats_itself_and_an_experiment_keeps_its_numbers() -> None:
+    seed = system_seed()
+    for draw in (lambda rng: torch.rand(50, generator=rng), lambda rng: normal_like(torch.zeros(3, 5), rng)):
+        first, same, other = (draw(derive_rng(seed, "a", round_)) for round_ in (0, 0, 1))
+        assert torch.equal(first, same)
+        assert not torch.equal(first, other)
+    assert normal_like(torch.zeros(()), derive_rng(seed, "a", 0)).shape == ()
+    assert normal_like(torch.zeros(0, 4), derive_rng(seed, "a", 0)).shape == (0, 4)
+    assert type(derive_rng(7, "a", 0)) is torch.Generator
 
 
 def test_copy_is_a_free_probe(rng: torch.Generator) -> None:

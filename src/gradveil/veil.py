@@ -2,11 +2,9 @@
 
 import hashlib
 import os
-import secrets
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -17,31 +15,21 @@ from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, 
 from .errors import GradientError, NeedError, StateError
 from .gradients import gradient, per_example_gradient
 from .guard import Guard, Seen
+from .secret import SecretGenerator, system_seed
 
 DEFAULT_GUARD = Guard()
 OPEN_UPLOADS = 16  # how many sealed payloads can still be taken back
-TWISTER_WORDS, TWISTER_OFFSET = 624, 24  # of the Mersenne Twister in the state of torch's CPU generator
-
-
-def system_seed() -> int:
-    """Return a seed that nobody can guess or search for."""
-    return 1 << 256 | secrets.randbits(256)  # never so small that it counts as an experiment's
 
 
 def derive_rng(seed: int, client: str, round_: int, purpose: str = "", device: str = "cpu") -> torch.Generator:
     """Return a generator that depends on these values only, not on what was drawn before.
 
-    A seed above 64 bits is a secret. The CPU's generator would take 32 bits of it, which can be searched through, so
-    its whole state is derived then. Smaller seeds are for experiments.
+    A seed above 64 bits is a secret: on a CPU its generator is a `SecretGenerator`. Smaller seeds are for experiments.
     """
     text = f"{seed}|{client}|{round_}|{purpose}".encode()
-    rng = torch.Generator(device=device).manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
-    if seed >> 64 and rng.device.type == "cpu":
-        words = np.frombuffer(hashlib.shake_256(text).digest(4 * TWISTER_WORDS), np.uint32).astype(np.uint64)
-        state = rng.get_state()
-        state[TWISTER_OFFSET:][: words.nbytes] = torch.from_numpy(words.view(np.uint8))
-        rng.set_state(state)
-    return rng
+    if seed >> 64 and device == "cpu":
+        return SecretGenerator(text)
+    return torch.Generator(device=device).manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
 
 
 class Veil:

@@ -18,6 +18,7 @@ from .. import check, tree
 from ..core import Defense, Grads, State, Step
 from ..errors import StateError
 from ..theory import HIGHEST, LOWEST, PER_OCTAVE
+from .noise import normal_like
 
 # The best levels for a normal variable of unit variance (Lloyd and Max), positive half, and the error they leave.
 _LEVELS = {1: (0.7979,), 2: (0.4528, 1.5104), 3: (0.2451, 0.7560, 1.3439, 2.1520)}
@@ -86,8 +87,7 @@ class Hardened(Defense):
         noise = self.strength(sum(g.numel() for g in grads.values()))
         sent, held = {}, {}
         for name, g in grads.items():
-            normal = torch.randn(g.shape, generator=step.rng, device=step.rng.device).to(g)
-            flat = [t.reshape(1, -1) for t in (g, residual[name], normal)]
+            flat = [t.reshape(1, -1) for t in (g, residual[name], normal_like(g, step.rng))]
             out, rest = self.release(flat[0], flat[1], flat[2], noise, size[name])
             sent[name], held[name] = out.view(g.shape), rest.view(g.shape)
         least = tree.under("size", tree.tmap(lambda used: FASTEST_FALL * used, size))

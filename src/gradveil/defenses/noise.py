@@ -7,11 +7,16 @@ from torch import Tensor
 
 from .. import check
 from ..core import Defense, Grads, State, Step
+from ..secret import SecretGenerator
 
 
 def normal_like(g: Tensor, rng: torch.Generator) -> Tensor:
     """Return standard normal noise in the shape, type and place of `g`, drawn where the generator lives."""
-    return torch.randn(g.shape, generator=rng, device=rng.device).to(g.device, g.dtype)
+    if isinstance(rng, SecretGenerator):
+        drawn = rng.normal(g.shape)
+    else:
+        drawn = torch.randn(g.shape, generator=rng, device=rng.device)
+    return drawn.to(g.device, g.dtype)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from .. import tree
 from ..core import Defense, Grads, Masks, State, Step, Tensors
 from ..defenses import AlignedDualPrune, DualPrune, Identity, TopK
 from ..errors import EngineError, NeedError, StateError
-from ..veil import Veil, derive_rng, system_seed
+from ..secret import system_seed
+from ..veil import Veil, derive_rng
 from .ddp_exchange import Exchange, Transit
 from .fit import parts_of, refuse_unfit
 
