@@ -441,6 +441,54 @@ def test_a_pinned_guard_knows_the_model_before_it_arrives() -> None:
         VeilMod(dgp(), guard=Guard.pin(picture_model()))
 
 
+def test_a_new_job_number_does_not_wipe_the_guards_memory(tmp_path: Path) -> None:
+    calls: list[int] = []
+    grid = LocalGrid(picture_app(calls, folder=tmp_path, guard=Guard(jump=0.75, repeats=0)))
+
+    def job(state: dict[str, Tensor]) -> list[str]:
+        """One round of a server with a new job number; what its clients refused."""
+        strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+        strategy.start(grid, ArrayRecord(state), num_rounds=1)
+        return [one.reason for one in strategy.rejected]
+
+    model = dict(picture_model().state_dict())
+    assert job(model) == []
+    assert len(calls) == CLIENTS
+    torch.manual_seed(0)
+    refused = {
+        "the same weights came 2 times": model,
+        "the order differs": dict(reversed(model.items())),
+        "float64": {n: t.double() for n, t in model.items()},
+        "it changed by": {n: torch.randn_like(t) * t.std() for n, t in model.items()},
+    }
+    for why, state in refused.items():
+        reasons = job(state)
+        assert len(reasons) == CLIENTS
+        assert all(why in reason for reason in reasons), reasons
+    assert len(calls) == CLIENTS
+    assert job({n: t + 0.01 * t.std() * torch.randn_like(t) for n, t in model.items()}) == []  # training goes on
+    other = models.build("mlp(hidden=65)", num_classes=10, input_shape=SHAPE)
+    assert job(dict(other.state_dict())) == []
+    assert len(list(tmp_path.glob("guard-*.safetensors"))) == 2 * CLIENTS
+    assert len(list(tmp_path.glob("[0-9a-f]*-*.safetensors"))) == 3 * CLIENTS  # residuals stay with their jobs
+
+
+def test_two_jobs_at_once_cannot_both_find_a_model_unseen(tmp_path: Path) -> None:
+    inner: list[str] = []
+    mod = VeilMod(dgp(), folder=tmp_path, guard=Guard(jump=None, repeats=0))
+
+    def meanwhile(client: int, round_: int, reply: Message) -> Message:
+        if not inner:
+            inner.append("asked")
+            strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+            run(strategy, LocalGrid(make_app(mod)), rounds=1)
+            inner.extend(one.reason for one in strategy.rejected)
+        return reply
+
+    assert run(VeiledFedAvg(dgp(), fraction_evaluate=0.0), LocalGrid(make_app(mod, spoil=meanwhile)), rounds=1)
+    assert any("another process is using" in reason for reason in inner)
+
+
 # ------------------------------------------------------------------------------------- hostile or broken clients
 
 

@@ -21,11 +21,12 @@ from .. import check, tree, wire
 from ..core import Defense, Grads, Masks, Tensors
 from ..defenses import AlignedDualPrune
 from ..errors import GradveilError, NeedError, StateError
-from ..guard import Guard, Seen
+from ..guard import Guard
 from ..veil import Veil
 from . import flower_records as records
 from .fit import find, refuse_unfit
 from .flower_download import held, receive
+from .flower_guard import notes_on, recall
 from .store import Courier, FileStore, Upload
 
 Handler = Callable[[Message, Context], Message]
@@ -77,7 +78,7 @@ class VeilMod:
     Args:
         defense: what protects the update; one that needs the batch or the model cannot work here.
         folder: where the residual lives as a file; the node's `gradveil-dir` setting goes first. Without either it
-            lives in the node state of the run.
+            lives in the node state of the run. The guard's memory lies there too, and is the node's, not the job's.
         buffers: BatchNorm statistics are averages over private activations. "local" keeps each client's own on the
             node and puts them into every model that arrives; "send" sends them as they are.
         local: further arrays that never leave, such as integer tensors.
@@ -121,12 +122,16 @@ class VeilMod:
     def _train(self, message: Message, context: Context, call_next: Handler) -> Message:
         request = records.Request.read(message)
         store = self._store(context, request.job)
-        with store.claimed():
+        with contextlib.ExitStack() as claims:
+            claims.enter_context(store.claimed())
             memory = store.load()
             if request.ask == "key":
                 return self._offer_key(message, store, memory)
             arrived, before = self._open_model(message, request, memory)
-            kept = {**held(request, arrived), **self._look_at(before, memory)}
+            notes = self._notes(context, before)
+            if notes is not None:
+                claims.enter_context(notes.claimed())  # until saved: two jobs at once must not both find it unseen
+            kept = {**held(request, arrived), **self._look_at(before, memory, notes)}
             like = records.parameters_of(before, self.local)
             mask = self._open_mask(message, like)
             courier = self._courier(like, memory, request, context)  # refuses a lost residual before any work is done
@@ -138,7 +143,7 @@ class VeilMod:
             grads = tree.sub(like, records.parameters_of(after, self.local))
             if request.ask == "mask":
                 proposal = {**records.mask_content(courier.veil.propose(grads)), **_held_record(request)}
-                store.save({**memory, **kept})
+                _save(store, notes, {**memory, **kept})
                 return Message(RecordDict(proposal), reply_to=message)
             upload = courier.send(grads, examples, mask)
             content = RecordDict({
@@ -148,7 +153,7 @@ class VeilMod:
                 records.OURS: ConfigRecord({"upload": upload.id, "round": request.round, **_holds(request)}),
             })  # fmt: skip
             own = tree.under("buffer", {n: t for n, t in after.items() if self._stays(n)})
-            store.save({**courier.memory(), **own, **kept})  # last: nothing after it can fail
+            _save(store, notes, {**courier.memory(), **own, **kept})  # last: nothing after it can fail
             return Message(content, reply_to=message)
 
     def _wrap(self, upload: Upload, request: records.Request, like: Grads, memory: Tensors) -> Array:
@@ -185,13 +190,12 @@ class VeilMod:
         message.content = RecordDict({**message.content, key: record})
         return arrived, seen
 
-    def _look_at(self, model: Tensors, memory: Tensors) -> Tensors:
+    def _look_at(self, model: Tensors, memory: Tensors, notes: FileStore | None) -> Tensors:
         """Let the guard look at a model that is to be trained, and return what it remembers."""
         if self.guard is None:
             return {}
-        saved = tree.only("guard", memory)
+        seen = recall(self.guard, model, tree.only("guard", memory), {} if notes is None else notes.load())
         rng = torch.Generator().manual_seed(secrets.randbits(63) if self.seed is None else self.seed)
-        seen = Seen.from_state_dict(saved) if saved else None
         return tree.under("guard", self.guard.admit(model, seen, input_shape=self.input_shape, rng=rng).state_dict())
 
     def _open_mask(self, message: Message, like: Grads) -> Masks | None:
@@ -243,11 +247,25 @@ class VeilMod:
         return records.is_buffer(name) and (self.buffers == "local" or name.endswith("num_batches_tracked"))
 
     def _store(self, context: Context, job: int) -> FileStore | ContextStore:
+        folder, part = self._place(context)
+        return ContextStore(context) if folder is None else FileStore(folder / f"{job:016x}-{part}.safetensors")
+
+    def _notes(self, context: Context, model: Tensors) -> FileStore | None:
+        """Return where the guard's memory outlives the job; None where it lives and ends with Flower's run."""
+        folder, part = self._place(context)
+        return None if folder is None or self.guard is None else notes_on(model, folder, part)
+
+    def _place(self, context: Context) -> tuple[Path | None, str]:
         folder = context.node_config.get("gradveil-dir", self.folder)
-        if folder is None:
-            return ContextStore(context)
-        part = context.node_config.get("partition-id", "node")
-        return FileStore(Path(str(folder)) / f"{job:016x}-{part}.safetensors")
+        part = str(context.node_config.get("partition-id", "node"))
+        return None if folder is None else Path(str(folder)), part
+
+
+def _save(store: FileStore | ContextStore, notes: FileStore | None, memory: Tensors) -> None:
+    """Save a client's memory, the guard's part first: a kill in between may refuse a model, never forget one."""
+    if notes is not None:
+        notes.save(tree.only("guard", memory))
+    store.save(memory)
 
 
 def _holds(request: records.Request) -> dict[str, int]:
