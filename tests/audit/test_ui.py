@@ -16,6 +16,7 @@ pytest.importorskip("uvicorn", reason="the live page needs gradveil[ui]")
 
 from gradveil.errors import ConfigError  # noqa: E402
 from gradveil.ui.experiment import Order, StoppedError, Studio, perform, read_order, read_picture  # noqa: E402
+from gradveil.ui.server import MAX_RUNS, Desk  # noqa: E402
 
 QUICK = {"defense": "none", "steps": 20}
 
@@ -106,6 +107,24 @@ def test_leaving_frees_the_turn(base: str) -> None:
     began = time.monotonic()
     assert follow(base, start(base, **QUICK))[-1]["kind"] == "done"
     assert time.monotonic() - began < 30
+
+
+def test_runs_nobody_follows_make_room(base: str) -> None:
+    runs = [start(base, **QUICK) for _ in range(2 * MAX_RUNS)]
+    assert httpx.get(f"{base}/runs/{runs[0]}").status_code == 204  # forgotten
+    assert follow(base, runs[-1])[-1]["kind"] == "done"
+
+
+def test_a_followed_run_is_never_dropped_for_another() -> None:
+    desk = Desk()
+    names = [desk.add(Order()) for _ in range(MAX_RUNS)]
+    for name in names[:-1]:
+        desk.runs[name].taken = True
+    newest = desk.add(Order())
+    assert list(desk.runs) == [*names[:-1], newest]
+    desk.runs[newest].taken = True
+    assert desk.add(Order()) is None
+    assert list(desk.runs) == [*names[:-1], newest]
 
 
 @pytest.mark.parametrize(

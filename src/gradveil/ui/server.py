@@ -32,7 +32,7 @@ from ..errors import GradveilError
 from .experiment import CHOICES, Order, StoppedError, Studio, perform, read_order
 
 MAX_BODY = 12_000_000
-MAX_RUNS = 16  # started and not finished
+MAX_RUNS = 16  # asked for and not finished
 HEADERS = {"Cache-Control": "no-store", "Referrer-Policy": "no-referrer", "X-Content-Type-Options": "nosniff"}
 
 
@@ -53,8 +53,16 @@ class Desk:
         self.runs: dict[str, Run] = {}
         self._turn = asyncio.Lock()
 
-    def add(self, order: Order) -> str:
-        """Keep an order until its events are read; return its name."""
+    def add(self, order: Order) -> str | None:
+        """Keep an order until its events are read; return its name, None if the desk is full.
+
+        Where there is no room, the oldest order that nobody follows makes it: its page was closed, or never read.
+        """
+        if len(self.runs) >= MAX_RUNS:
+            forgotten = next((name for name, run in self.runs.items() if not run.taken), None)
+            if forgotten is None:
+                return None
+            del self.runs[forgotten]
         name = secrets.token_urlsafe(8)
         self.runs[name] = Run(order)
         return name
@@ -139,8 +147,6 @@ def make_app(token: str, hosts: tuple[str, ...], desk: Desk) -> Starlette:
         body = await _body(request)
         if body is None:
             return JSONResponse({"message": f"the request is larger than {MAX_BODY} bytes"}, status_code=413)
-        if len(desk.runs) >= MAX_RUNS:
-            return JSONResponse({"message": "too many runs are waiting: stop some first"}, status_code=429)
         try:
             values = json.loads(body)
             order = read_order(values if isinstance(values, dict) else {"order": values})
@@ -148,7 +154,10 @@ def make_app(token: str, hosts: tuple[str, ...], desk: Desk) -> Starlette:
             await run_in_threadpool(desk.studio.victim, order)
         except (ValueError, GradveilError) as error:
             return JSONResponse({"message": str(error)}, status_code=400)
-        return JSONResponse({"run": desk.add(order)})
+        name = desk.add(order)
+        if name is None:
+            return JSONResponse({"message": "too many runs are waiting: stop some first"}, status_code=429)
+        return JSONResponse({"run": name})
 
     async def follow(request: Request) -> Response:
         run = desk.runs.get(request.path_params["run"])
