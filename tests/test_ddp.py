@@ -6,8 +6,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -505,6 +506,86 @@ def test_attach_refuses_what_it_cannot_protect() -> None:
         attach(bare, ATS())
     with pytest.raises(NeedError, match="acts in prepare_model"):
         attach(bare, Chain(PRECODE(), Identity()))
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of this process only."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
+    yield
+    dist.destroy_process_group()
+
+
+def backward(model: nn.Module, step: int) -> None:
+    batch = batch_of(0, step, "cpu")
+    loss_fn(model(batch.inputs), batch.labels).backward()
+
+
+@pytest.mark.parametrize("defense", [dgp(), NOISY], ids=["by bucket", "whole"])
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_broke_off_is_the_last(defense: Defense, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DistributedDataParallel(build_model("cpu"), bucket_cap_mb=0.008)
+    veil = attach(model, defense)
+    backward(model, 0)
+    before = {n: r.clone() for n, r in (veil.residual or {}).items()}
+
+    def fail(*_: object) -> None:
+        raise EngineError("the first cause")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(veil._peers, "start", fail)
+        with pytest.raises(EngineError, match="the first cause"):
+            backward(model, 1)
+    sent = veil.bytes_sent
+    for index in range(2):
+        with pytest.raises(EngineError, match=r"step 1 broke off on rank 0.*last checkpoint"):
+            backward(model, 1)
+        with pytest.raises(EngineError, match="step 1 broke off"):  # should DDP ever come as far as the hook
+            veil.hook(None, SimpleNamespace(index=lambda index=index: index))
+    with pytest.raises(EngineError, match="nothing more is sent or saved"):
+        veil.state_dict()
+    assert veil.bytes_sent == sent
+    assert all(torch.equal(before[n], r) for n, r in (veil.residual or {}).items())
+
+
+class Trip(torch.autograd.Function):
+    """Passes values through, and fails on the way back."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise ArithmeticError("between two buckets")
+
+
+class Tripping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.trip = build_model("cpu"), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, *rest = self.inner
+        hidden = first(x)
+        return nn.Sequential(*rest)(Trip.apply(hidden) if self.trip else hidden)
+
+
+@pytest.mark.parametrize("defense", [dgp(), NOISY], ids=["by bucket", "whole"])
+@pytest.mark.usefixtures("alone")
+def test_a_backward_that_failed_elsewhere_is_the_last_too(defense: Defense) -> None:
+    module = Tripping()
+    model = DistributedDataParallel(module, bucket_cap_mb=0.008)
+    veil = attach(model, defense)
+    backward(model, 0)
+    module.trip = True
+    with pytest.raises(ArithmeticError, match="between two buckets"):
+        backward(model, 1)
+    assert veil._waiting or veil._flying
+    module.trip = False
+    with pytest.raises(EngineError, match="step 1 broke off"):
+        backward(model, 2)
 
 
 def test_packing_round_trips(rng: torch.Generator) -> None:

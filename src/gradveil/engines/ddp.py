@@ -56,8 +56,9 @@ class RankVeil:
     Guarantees: what a rank hands to a collective is the output of `defense.apply`, in aligned rounds also a mask, and
     three kinds of counts (is it finite, was it used, how many values). All ranks end a step with equal gradients. If
     any rank's gradient holds NaN or infinity, the step has no effect on any rank: no residual changes, all gradients
-    are zero (infinite, if a gradient scaler waits for that sign) and `skipped` grows by one. Does not hide a rank's
-    message from the other ranks.
+    are zero (infinite, if a gradient scaler waits for that sign) and `skipped` grows by one. A step that breaks off, by
+    an exception here or elsewhere in backward, is the last: this rank cannot know what its peers made of it, so every
+    later forward, backward and `state_dict` raises `EngineError`. Does not hide a rank's message from the other ranks.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class RankVeil:
         self._flying: list[_Flight] = []
         self._next_state: State = {}
         self._bad = False
+        self._broken = False  # an exception came out of the hook
 
     @property
     def residual(self) -> Grads | None:
@@ -99,6 +101,7 @@ class RankVeil:
 
     def state_dict(self) -> Tensors:
         """Return this rank's state as tensors (never the seed); every rank saves its own."""
+        self.refuse_if_broken()
         return {
             **tree.under("state", self._state),
             "round": torch.tensor(self.round),
@@ -130,6 +133,14 @@ class RankVeil:
     # register_comm_hook compares these very annotations, and wants the argument called `bucket`.
     def hook(self, _: object, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         """Protect one bucket; DDP calls this during backward, in the order of the buckets."""
+        if self._broken or bucket.index() == 0:
+            self.refuse_if_broken()
+        self._broken = True  # until this bucket is dealt with, whatever is raised meanwhile
+        promise = self._take(bucket)
+        self._broken = False
+        return promise
+
+    def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
         names = [self._names[id(p)] for p in bucket.parameters()]
         promise: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
@@ -140,6 +151,14 @@ class RankVeil:
         if bucket.is_last():
             self._land()
         return promise
+
+    def refuse_if_broken(self, *_: object) -> None:
+        """Raise `EngineError` if the last step never came to its end; runs before every forward."""
+        if self._broken or self._waiting or self._flying:
+            raise EngineError(
+                f"step {self.round} broke off on rank {self._peers.rank}, and the other ranks may have used what it "
+                "sent: nothing more is sent or saved. Start all ranks again from their last checkpoint"
+            )
 
     def _launch(self, buckets: list[_Bucket]) -> None:
         """Protect these buckets and start their exchange."""
@@ -250,6 +269,7 @@ def attach(
     veil = RankVeil(model, defense, num_examples=num_examples, seed=seed, scaler=scaler)
     veil.rehearse()
     model.register_comm_hook(None, veil.hook)
+    model.register_forward_pre_hook(veil.refuse_if_broken)  # DDP would blame unused parameters
     return veil
 
 
