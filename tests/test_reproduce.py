@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -314,7 +315,7 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
     sentences = [row for row in text.splitlines() if row.startswith("- dgp, ")]
     assert len(sentences) == 1, "LPIPS agrees, SSIM does not"
     assert "SSIM 0.090 against 0.287" in sentences[0]
-    assert "a guess, not tested: the paper's SSIM has a data range of 2" in sentences[0]
+    assert "tested (`results/reasons/rgap_failed.json`): nothing is recovered in either case" in sentences[0]
     assert "never isolates the last bin" in text
     assert "not run" in text
     # A result of an older definition of the cell is not passed off as this one.
@@ -344,6 +345,17 @@ def test_every_reason_belongs_to_some_cell() -> None:
     stems = {e.cell.stem for e in entries("all", FULL)}
     for known in figures.reasons():
         assert any(fnmatch(stem, known["cells"]) for stem in stems), known["cells"]
+
+
+def test_a_reason_that_was_tested_names_recorded_experiments() -> None:
+    tested = [known for known in figures.reasons() if "tested" in known]
+    assert tested
+    for known in tested:
+        assert "checked" not in known, "one or the other"
+        for name in (known["tested"], *re.findall(r"(\w+)\.json", known["reason"])):
+            recorded = store.load(RESULTS / "reasons" / f"{name}.json")
+            assert recorded["experiment"] == name
+            assert recorded["lines"], name
 
 
 def test_the_view_shows_originals_from_the_readers_copy(in_scratch: Path) -> None:

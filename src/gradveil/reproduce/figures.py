@@ -17,6 +17,7 @@ from .tables import Entry
 
 UNKNOWN = "no reason known yet."
 UNTESTED = "a guess, not tested:"
+TESTED = "tested (`results/reasons/{}.json`):"
 
 
 @dataclass(frozen=True)
@@ -109,13 +110,19 @@ def reason(entry: Entry, metric: str) -> str:
     """Return why a figure differs from the paper's, as far as it is known."""
     for known in reasons():
         if fnmatch(entry.cell.stem, known["cells"]) and fnmatch(metric, known["metric"]):
-            return str(known["reason"]) if known.get("checked") else f"{UNTESTED} {known['reason']}"
+            if known.get("checked"):
+                return str(known["reason"])
+            standing = TESTED.format(known["tested"]) if "tested" in known else UNTESTED
+            return f"{standing} {known['reason']}"
     return UNKNOWN
 
 
 @cache
 def reasons() -> list[dict[str, Any]]:
-    """Return the known reasons; of those that match a cell the first counts."""
+    """Return the known reasons; of those that match a cell the first counts.
+
+    `checked` is plain from the files of the cell itself, `tested` names the experiment of `examples/reasons.py`.
+    """
     text = resources.files("gradveil").joinpath("reproduce/reasons.json").read_text(encoding="utf-8")
     loaded: list[dict[str, Any]] = json.loads(text)
     return loaded
