@@ -362,10 +362,10 @@ def check_the_books(folder: Path) -> None:
         computed = tree.add(computed, {n: torch.from_numpy(v).double() for n, v in np.load(path).items()})
     for path in folder.glob("used-*.safetensors"):
         balance = tree.add(balance, {n: t.double() for n, t in load_file(path).items()})
-    for path in folder.glob("state-*/*.safetensors"):
+    for path in folder.glob("state-*/[0-9a-f]*-?.safetensors"):
         held = tree.only("veil.state.residual", load_file(path))
         balance = tree.add(balance, {n: t.double() for n, t in held.items()})
     assert len(list(folder.glob("state-*/update-*.npz"))) == 9
-    assert len(list(folder.glob("state-*/*.safetensors"))) == 3
+    assert len(list(folder.glob("state-*/[0-9a-f]*-?.safetensors"))) == 3
     for name, want in computed.items():
         torch.testing.assert_close(balance[name], want, rtol=0, atol=1e-6)
