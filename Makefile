@@ -12,10 +12,10 @@ audit: setup  ## Attack bundled photos through each defense and write a report p
 	OMP_NUM_THREADS=2 $(BIN)/gradveil audit
 
 test: setup  ## Run every test
-	$(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test-quick: setup  ## Run the tests that start no engine processes and no browser
-	$(BIN)/pytest -n 2 --dist loadfile -m "not engine and not slow and not browser"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "not engine and not slow and not browser"
 
 check: style test  ## Format, lint, types, then every test
 
