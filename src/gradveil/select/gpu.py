@@ -2,7 +2,7 @@
 
 A sorted sample of each tensor brackets the two magnitudes at which its band begins and ends. One pass over everything
 adds the residual, counts what lies above each bracket and gathers the few entries inside; a radix search over those
-settles the boundary, 8 bits a pass. Where a bracket missed, which costs time but never exactness, the radix search
+settles the boundary. Where a bracket missed, which costs time but never exactness, the radix search
 goes over the whole tensor. Where a boundary cuts through equal entries, they are counted block by block, since equal
 ones rank by their index; gradients computed in bfloat16 have many. The last pass writes the result.
 """
@@ -24,8 +24,8 @@ Bands = Sequence[tuple[int, int]]
 BLOCK = 2048  # entries of one program; the kernels count them in 12 bits
 WARPS = 4
 SAMPLE = 1024  # entries a bracket is guessed from
-SIGMAS = 4.5  # standard deviations of the sample's rank on either side: one miss in 100,000
-ROOM = 4  # candidates may fill one in so many entries; rarely needed passes take so many blocks together
+SIGMAS = 3.5  # standard deviations of the sample's rank on either side: one miss in 2,000
+ROOM = 8  # candidates may fill one in so many entries; rarely needed passes take so many blocks together
 DIGIT = 8  # bits of a radix pass
 PASSES = 4  # 31 bits, should a guess have missed
 
@@ -75,6 +75,9 @@ class Selector:
     Gradients and residuals are lists of float32 tensors on one GPU whose addresses do not change. `run` overwrites
     the gradients with what is sent and the residuals with what is held back, and clears `finite` if a sum was not
     finite (the buffers are then of no use; the caller must stop).
+
+    With `mean`, the tensors are those of several clients, one after the other and laid out alike, and `run_mean` writes
+    the average of what they send there, as one row, instead of what each sends.
     """
 
     def __init__(
@@ -84,6 +87,8 @@ class Selector:
         sent: Sequence[Tensor],
         held: Sequence[Tensor],
         bands: Bands,
+        mean: Tensor | None = None,
+        clients: int = 1,
     ) -> None:
         device = values[0].device
         self._keep = (list(values), list(residuals or ()), list(sent), list(held))
@@ -99,6 +104,11 @@ class Selector:
         whole = (self._blocks[:, 1] == BLOCK) & (self._blocks[:, 2:] % 16 == 0).all(1)
         numbers = torch.arange(programs, device=device)
         self._parts = [(self._blocks[which], numbers[which], how) for which, how in ((whole, True), (~whole, False))]
+        self._clients, self._mean = clients, mean
+        each = programs // clients
+        if mean is not None:
+            self._targets = mean.data_ptr() + self._blocks[:each, 4] - sent[0].data_ptr()
+            self._first = [(n[n < each], how) for _, n, how in self._parts]
         # One buffer, cleared by one launch: the counts of each pass, what lies above and inside the brackets, and ties.
         lengths = [(2 * s) << DIGIT] * PASSES + [4 * s, 2 * programs]
         self._scratch = torch.empty(sum(lengths), dtype=torch.int32, device=device)
@@ -106,20 +116,41 @@ class Selector:
         self._edges, self._before = (torch.empty(n, dtype=torch.int32, device=device) for n in (4 * s, 2 * programs))
         self._states, self._widths, *found = torch.zeros(5, 2 * s, dtype=torch.int32, device=device)
         self._found = found  # of each boundary: its magnitude, how many equals rank above it, and how many there are
+        self._cuts = (*found, self._ties, self._before)
+        self._each: dict[str, Any] = {"FEEDBACK": self._feedback, "BLOCK": BLOCK, "num_warps": WARPS}
         self._candidates = torch.empty(max(self._plan.room, 1), device=device)
         self._origins = torch.empty(max(self._plan.room, 1), dtype=torch.int32, device=device)  # the blocks they are of
         self.finite = torch.ones((), dtype=torch.int32, device=device)
 
     def run(self) -> None:
         """Launch the kernels."""
+        if not len(self._blocks):
+            return
+        from . import kernels
+
+        self._find()
+        for part, numbers, whole in self._parts:
+            if len(part):
+                kernels.write[(len(part),)](part, numbers, *self._cuts, WHOLE=whole, **self._each)
+
+    def run_mean(self) -> None:
+        """Launch the kernels; of what is sent only the mean is written."""
+        from . import kernels
+
+        self._find()
+        where = (self._targets, self._clients, len(self._targets))
+        for numbers, whole in self._first:
+            if len(numbers):
+                kernels.write_mean[(len(numbers),)](
+                    self._blocks, numbers, *where, *self._cuts, WHOLE=whole, **self._each
+                )
+
+    def _find(self) -> None:
+        """Find the boundaries."""
         from . import kernels
 
         plan, blocks, found, s = self._plan, self._blocks, self._found, self._segments
-        groups, boundaries = (len(plan.groups),), (s, 2)
-        if not len(blocks):
-            return
-        each: dict[str, Any] = {"BLOCK": BLOCK, "num_warps": WARPS}
-        fed: dict[str, Any] = {"FEEDBACK": self._feedback, **each}
+        groups, boundaries, fed = (len(plan.groups),), (s, 2), self._each
         sample: dict[str, Any] = {"FEEDBACK": self._feedback, "SAMPLE": SAMPLE, "SIGMAS": SIGMAS, "num_warps": 8}
         inside = (plan.regions, self._candidates, self._tallies)
         bounds = (plan.ranks, self._edges, plan.regions, self._tallies, self._states, self._widths)
@@ -137,11 +168,7 @@ class Selector:
             kernels.pick[boundaries](counts, self._widths, *found, **digit)
         ties = (plan.regions, self._candidates, self._origins, self._tallies, self._states, *found, self._ties)
         kernels.count_ties[groups](blocks, plan.groups, *ties, **fed)
-        kernels.add_ties[boundaries](plan.sizes, plan.first_block, *found, self._ties, self._before, **each)
-        for part, numbers, whole in self._parts:
-            if len(part):
-                cuts = (*found, self._ties, self._before)
-                kernels.write[(len(part),)](part, numbers, *cuts, WHOLE=whole, **fed)
+        kernels.add_ties[boundaries](plan.sizes, plan.first_block, *self._cuts, BLOCK=BLOCK, num_warps=WARPS)
 
     def require_finite(self) -> None:
         """Wait for the GPU and raise `GradientError` if any run so far met NaN or infinity."""

@@ -334,14 +334,49 @@ def write(
 ):
     """Write the band to `sent` and the rest to `held`."""
     block = blocks + 6 * tl.program_id(0)
-    slot, place = 2 * tl.load(block), 2 * tl.load(numbers + tl.program_id(0))
     i = tl.arange(0, BLOCK)
     inside = i < tl.load(block + 1)
+    cuts = (keys, wanted, equal, ties, before)
+    sent = _divide(block, tl.load(numbers + tl.program_id(0)), i, inside, cuts, WHOLE, FEEDBACK)
+    _write(_aligned(block, 4, WHOLE), i, sent, inside, WHOLE)
+
+
+@triton.jit
+def write_mean(
+    blocks,
+    numbers,
+    targets,
+    clients,
+    blocks_each,
+    keys,
+    wanted,
+    equal,
+    ties,
+    before,
+    WHOLE: tl.constexpr,
+    FEEDBACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write the rest of every client to `held`, and of their bands only the mean: all that a server makes of them."""
+    first = tl.load(numbers + tl.program_id(0))
+    i = tl.arange(0, BLOCK)
+    inside = i < tl.load(blocks + 6 * first + 1)
+    cuts = (keys, wanted, equal, ties, before)
+    total = tl.zeros([BLOCK], tl.float32)
+    for client in range(clients):
+        number = first + client * blocks_each
+        total += _divide(blocks + 6 * number, number, i, inside, cuts, WHOLE, FEEDBACK)
+    _write(_aligned(targets, first, WHOLE), i, total / clients, inside, WHOLE)
+
+
+@triton.jit
+def _divide(block, number, i, inside, cuts, WHOLE: tl.constexpr, FEEDBACK: tl.constexpr):
+    """Return the band of one block, zero elsewhere; write the rest to `held`."""
+    slot, place = 2 * tl.load(block), 2 * number
     v = _read(_aligned(block, 5 if FEEDBACK else 2, WHOLE), i, inside, WHOLE)
     size = _magnitude(v)
-    cuts = (keys, wanted, equal, ties, before)
     removed, kept = _reaches(size, slot, place, cuts), _reaches(size, slot + 1, place + 1, cuts)
     keep = kept & (removed == 0)
-    _write(_aligned(block, 4, WHOLE), i, tl.where(keep, v, 0.0), inside, WHOLE)
     if FEEDBACK:
         _write(_aligned(block, 5, WHOLE), i, tl.where(keep, 0.0, v), inside, WHOLE)
+    return tl.where(keep, v, 0.0)

@@ -157,10 +157,13 @@ class FastTrainer:
         batches = self._protector.prepare(index, [Batch(*part) for part in parts])
         compute.run(batches, index)
         probe = None if index % self._wire_every else self._probe(index)
-        sent = self._protector.step(index, batches) if probe is None else probe.timed_step(index, batches)
-        mean = sent.mean(0) if self._shares is None else (sent * self._shares).sum(0)
-        # Encoding takes a CPU thread a second at most, while the GPU goes on.
-        found = None if probe is None else self._encoder.submit(probe.measure(sent, mean))
+        if probe is None:
+            mean, found = self._protector.average(index, batches, self._shares), None
+        else:
+            sent = probe.timed_step(index, batches)
+            mean = sent.mean(0) if self._shares is None else (sent * self._shares).sum(0)
+            # Encoding takes a CPU thread a second at most, while the GPU goes on.
+            found = self._encoder.submit(probe.measure(sent, mean))
         if job.settings.weight_decay:
             mean.add_(compute.weights, alpha=job.settings.weight_decay)
         self._momentum.mul_(job.settings.momentum).add_(mean)

@@ -1,5 +1,7 @@
 """Named tensors side by side in one row, so that one kernel serves all of them."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -52,24 +54,31 @@ class Layout:
 
 
 class InPlace:
-    """Selection that overwrites its tensors; on a GPU at fixed addresses, without waiting, in one launch."""
+    """Selection that overwrites its tensors; on a GPU at fixed addresses, without waiting, in one launch.
+
+    `mean` is a row for the average over `clients` whose tensors follow each other: on a GPU `average` writes that, and
+    leaves the tensors as they are.
+    """
 
     def __init__(
-        self, tensors: list[Tensor], bands: list[tuple[int, int]], residuals: list[Tensor] | None = None
+        self,
+        tensors: list[Tensor],
+        bands: list[tuple[int, int]],
+        residuals: list[Tensor] | None = None,
+        mean: Tensor | None = None,
+        clients: int = 1,
     ) -> None:
         self._tensors, self._bands, self._residuals = tensors, bands, residuals
-        on_gpu = tensors[0].is_cuda and gpu.AVAILABLE
-        self._selector = gpu.Selector(tensors, residuals, tensors, residuals or tensors, bands) if on_gpu else None
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._selector = None
+        if tensors[0].is_cuda and gpu.AVAILABLE:
+            held = residuals or tensors
+            self._selector = gpu.Selector(tensors, residuals, tensors, held, bands, mean, clients)
+        self.averages = self._selector is not None and mean is not None
+        self._graphs: dict[Callable[[], None], torch.cuda.CUDAGraph] = {}
 
     def __call__(self) -> None:
-        if self._graph is not None:
-            self._graph.replay()
-        elif self._selector is not None:
-            self._selector.run()  # compiles the kernels, which recording them does not
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._selector.run()
+        if self._selector is not None:
+            self._launch(self._selector.run)
         elif self._residuals is None:
             torch._foreach_copy_(self._tensors, select.prune(self._tensors, self._bands))
         else:
@@ -77,7 +86,22 @@ class InPlace:
             torch._foreach_copy_(self._tensors, sent)
             torch._foreach_copy_(self._residuals, held)
 
+    def average(self) -> None:
+        """Write the mean and the residuals; only where `averages` says so."""
+        assert self._selector is not None
+        self._launch(self._selector.run_mean)
+
     def require_finite(self) -> None:
         """Raise `GradientError` if a selection so far met NaN or infinity."""
         if self._selector is not None:
             self._selector.require_finite()
+
+    def _launch(self, work: Callable[[], None]) -> None:
+        if work in self._graphs:
+            self._graphs[work].replay()
+            return
+        work()  # compiles the kernels, which recording them does not
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        self._graphs[work] = graph

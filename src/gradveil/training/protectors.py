@@ -59,6 +59,11 @@ class Protector(ABC):
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         """Protect the gradients of a round; return `[users, length]`."""
 
+    def average(self, round_: int, batches: Sequence[Batch], shares: Tensor | None) -> Tensor:
+        """Protect the gradients of a round; return only the mean, with these weights `[users, 1]` if any."""
+        sent = self.step(round_, batches)
+        return sent.mean(0) if shares is None else (sent * shares).sum(0)
+
     def states(self) -> list[State]:
         """Return the defense state of every user."""
         return [{} for _ in range(self.rows.users)]
@@ -108,11 +113,19 @@ class Band(_Feedback):
     def __init__(self, defense: Defense, operator: DualPrune | TopK, rows: Rows) -> None:
         super().__init__(defense, rows, feedback=isinstance(defense, ErrorFeedback))
         bands = [operator.band(n) for n in rows.layout.sizes] * rows.users
-        self._prune = InPlace(rows.segments(rows.grads), bands, None if self.held is None else rows.segments(self.held))
+        held = None if self.held is None else rows.segments(self.held)
+        self._mean = torch.zeros_like(rows.grads[0])
+        self._prune = InPlace(rows.segments(rows.grads), bands, held, self._mean, rows.users)
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         self._prune()
         return self.rows.grads
+
+    def average(self, round_: int, batches: Sequence[Batch], shares: Tensor | None) -> Tensor:
+        if shares is not None or not self._prune.averages:
+            return super().average(round_, batches, shares)
+        self._prune.average()
+        return self._mean
 
     def require_finite(self) -> None:
         self._prune.require_finite()
