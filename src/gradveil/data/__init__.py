@@ -12,7 +12,7 @@ from .. import check
 from ..errors import ConfigError
 from .augment import random_crop_flip
 from .bundled import load_digits, load_photos
-from .cifar import LAYOUTS, load_cifar
+from .cifar import LAYOUTS, is_original, load_cifar
 from .dataset import Dataset, channel_statistics, normalise, to_pixels
 from .folder import load_folder
 from .partition import partition_dirichlet, partition_iid
@@ -83,6 +83,7 @@ __all__ = [
     "Dataset",
     "Split",
     "channel_statistics",
+    "is_original",
     "load",
     "normalise",
     "partition_dirichlet",

@@ -112,6 +112,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
     save_strip(strip, torch.cat([_tiles(s, f, data) for s, f in zip(sent, found, strict=True)]))
     return {
         "definition": definition(cell),
+        "digests": {"test": data.digest},
         "attack_used": to_text(attack),
         "n": cell.pictures,
         "victims": chosen,

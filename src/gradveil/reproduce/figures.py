@@ -39,8 +39,8 @@ class Figure:
 def results_of(folder: Path, scale: str, entry: Entry) -> list[dict[str, Any]]:
     """Return the recorded results of a line, one for each seed."""
     if isinstance(entry.cell, TrainingCell):
-        return trained.recorded(folder, entry.cell, scale)
-    return [r for r in store.of_all_seeds(folder, scale, entry.cell) if is_of(r, entry.cell)]
+        return store.comparable(trained.recorded(folder, entry.cell, scale))
+    return store.comparable([r for r in store.of_all_seeds(folder, scale, entry.cell) if is_of(r, entry.cell)])
 
 
 def is_of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
@@ -56,7 +56,8 @@ def figures_of(entry: Entry, results: list[dict[str, Any]]) -> dict[str, Figure]
         return {}
     match entry.cell:
         case TrainingCell():
-            return {"accuracy": summarise([[100 * r["accuracy"]] for r in results])}
+            ends = [100 * r["accuracy"] if r["status"] == "finished" else math.nan for r in results]
+            return {"accuracy": summarise([[end] for end in ends])}
         case CostCell():
             seconds = [[r["defense_seconds"] * r["rounds_per_epoch"]] for r in results]
             names = ("mib", "paper_mib", "defense_seconds", "encode_seconds")

@@ -7,6 +7,7 @@ from typing import Any
 from .cells import CostCell, TrainingCell, key
 from .figures import Figure, deviations, figures_of, results_of, shown
 from .scales import SCALES
+from .store import on_original
 from .tables import TABLES, Entry, entries
 
 Found = dict[str, Figure]
@@ -27,6 +28,8 @@ that were not committed. Uploads without content are never scored.
 - ± is two standard errors over all pictures, or half the range of the seeds' means if that is wider.
 - A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
   dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
+- CIFAR-10 is the original, checked by its digest, but for lines marked "JPEG copy": those ran on a copy whose pictures
+  went through JPEG (310 bytes each) and came in another order, which costs accuracy and makes pictures smoother.
 - Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
   the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
   values stand under "beyond".
@@ -139,7 +142,9 @@ def _run(result: dict[str, Any]) -> str:
     hardware = where["gpu"] if used_gpu else f"{where['cores']} CPU cores"
     commit = where["commit"] or "unknown"
     commit = commit[:10] + ("+" if commit.endswith("+") else "")
-    return f"{hardware}, {where['time'][:10]}, `{commit}`"
+    ended = ", diverged" if result.get("status") == "diverged" else ""
+    copy = "" if on_original(result) else ", JPEG copy"
+    return f"{hardware}, {where['time'][:10]}, `{commit}`{copy}{ended}"
 
 
 def _seed(result: dict[str, Any]) -> int:

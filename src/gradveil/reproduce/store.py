@@ -12,6 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from .. import record
+from ..data import is_original
 from ..errors import ConfigError
 from .cells import Cell, key
 
@@ -41,6 +42,17 @@ def of_all_seeds(folder: Path, scale: str, cell: Cell) -> Iterator[dict[str, Any
     """Yield the results of a cell and of the same cell with other seeds, in the order of the seeds."""
     found = (folder / scale).glob(f"{cell.stem}_seed*.json")
     yield from sorted((load(path) for path in found), key=lambda result: int(result["seed"]))
+
+
+def on_original(result: dict[str, Any]) -> bool:
+    """Say whether a result is of the dataset as published, or of none; the first results do not say, and are not."""
+    described = result["settings"] if result["kind"] == "training" else result["cell"]
+    return is_original(described.get("data", ""), result.get("digests", {}))
+
+
+def comparable(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the results on the original data, or all of them if there are none: the two must not be averaged."""
+    return [r for r in results if on_original(r)] or results
 
 
 def plain(value: Any) -> Any:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ..defenses import DEFENSES
-from ..errors import ConfigError
 from ..spec import build, to_text
 from ..training import Settings
 from ..training.run import run
@@ -19,20 +18,24 @@ FREE = frozenset(
     {"root", "device", "engine", "precision", "deterministic", "eval_every", "wire_every", "checkpoint_every", "seed"}
 )
 SHOWN = ("model", "data", "defense", "algorithm", "local_steps", "alpha", "epochs", "rounds", "seed")
+ENDED = ("finished", "diverged")  # that a defense cannot be trained with is a result too
 MOST = 100  # points of a curve that are kept
 
 
 def recorded(folder: Path, cell: TrainingCell, scale: str) -> list[dict[str, Any]]:
-    """Return every finished run with the cell's settings, whatever its seed, in the order of the seeds.
+    """Return every run that ended with the cell's settings, whatever its seed, in the order of the seeds.
 
-    Runs lie in `training/` as `gradveil train` writes them, and among the results of a scale.
+    Runs lie in `training/` as `gradveil train` writes them, and among the results of a scale; of two with the same seed
+    the one on the original data counts.
     """
     files = [*(folder / "training").glob("**/*.json"), *(folder / scale).glob(f"{cell.stem}_seed*.json")]
     found: dict[int, dict[str, Any]] = {}
     for path in sorted(files):
         result = store.load(path)
-        if result.get("kind") == "training" and result.get("status") == "finished" and _same(result, cell.settings):
-            found.setdefault(int(result["settings"]["seed"]), result)
+        if result.get("kind") == "training" and result.get("status") in ENDED and _same(result, cell.settings):
+            seed = int(result["settings"]["seed"])
+            if seed not in found or (store.on_original(result) and not store.on_original(found[seed])):
+                found[seed] = result
     return [found[seed] for seed in sorted(found)]
 
 
@@ -54,8 +57,6 @@ def perform(cell: TrainingCell, *, root: str | None, device: str, minutes: float
     result = run(Settings(**values), RUNS / key(cell), resume=True, minutes=minutes)
     if result["status"] == "stopped":
         raise TimeoutError(f"stopped after {result['rounds_done']} rounds")
-    if result["status"] != "finished":
-        raise ConfigError(f"training ended as {result['status']}")
     curve = result["curve"]
     return {**result, "curve": curve[:: max(1, len(curve) // MOST)], "feedback": []}
 

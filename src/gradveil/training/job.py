@@ -32,6 +32,7 @@ class Job:
     test: Dataset | None
     device: torch.device
     rounds_per_epoch: int
+    digests: dict[str, str]  # of the splits
     loss_fn: LossFn = nn.functional.cross_entropy
 
     @property
@@ -96,6 +97,7 @@ def assemble(
         test=None if test is None else test.to(device),
         device=device,
         rounds_per_epoch=math.ceil(len(train) / (settings.invited * settings.batch_size * settings.local_steps)),
+        digests={"train": train.digest} | ({} if test is None else {"test": test.digest}),
     )
 
 
