@@ -35,6 +35,7 @@ from .weights import trained_weights
 
 OTHERS = 512  # public and private pictures each
 LOCAL_RATE = 0.01  # of a FedAvg client
+LINE_UP = 100  # pictures among which a reconstruction must be nearest to its original
 COPY = 1e-4  # mean squared error (40 dB) below which a reconstruction is the picture itself
 GREEN = (0.2, 0.7, 0.3)
 
@@ -109,6 +110,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
     rngs = [derive_rng(cell.seed, f"{cell.attack} {i}", 0, "attack") for i in range(len(sent))]
     with own_randomness(cell.seed, device):  # an attacker who imitates a random layer draws as it does
         found = attack.run_many(seen, rngs)
+    line_up = _pixels(subject.public, LINE_UP - 1, device)
     save_strip(strip, torch.cat([_tiles(s, f, data) for s, f in zip(sent, found, strict=True)]))
     return {
         "definition": definition(cell),
@@ -116,9 +118,9 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         "attack_used": to_text(attack),
         "n": cell.pictures,
         "victims": chosen,
-        "scores": _scores(sent, found, data, transformed=False),
-        "transformed_scores": _scores(sent, found, data, transformed=True) if _transforms(sent) else None,
-        "floor": _floor(sent, subject, data, cell.seed),
+        "scores": _scores(sent, found, data, line_up, transformed=False),
+        "transformed_scores": _scores(sent, found, data, line_up, transformed=True) if _transforms(sent) else None,
+        "floor": _floor(sent, subject, data, line_up, cell.seed),
         "loss": [f.loss for f in found],
         "distance": [_distance(s) for s in sent],
         "waited": [s.waited for s in sent],
@@ -193,23 +195,30 @@ def _generator(scale: Scale, public: Dataset, seed: int) -> nn.Module:
 
 
 def _scores(
-    sent: Sequence[Sent], found: Sequence[Reconstruction], data: Dataset, *, transformed: bool
+    sent: Sequence[Sent], found: Sequence[Reconstruction], data: Dataset, line_up: Tensor, *, transformed: bool
 ) -> dict[str, list[float]]:
     cards = []
     for s, f in zip(sent, found, strict=True):
         batch = s.trained_on if transformed else s.batch
         guess = to_pixels(f.inputs.to(batch.inputs), data.mean, data.std)
         truth = to_pixels(batch.inputs, data.mean, data.std)
-        cards.append(metrics.score(guess, truth, guess_labels=f.labels, truth_labels=s.batch.labels))
+        labels = {"guess_labels": f.labels, "truth_labels": s.batch.labels}
+        cards.append(metrics.score(guess, truth, **labels, gallery=line_up))
     return {name: [v for card in cards for v in card[name]] for name in cards[0]}
 
 
-def _floor(sent: Sequence[Sent], subject: Subject, data: Dataset, seed: int) -> dict[str, dict[str, float]]:
+def _floor(
+    sent: Sequence[Sent], subject: Subject, data: Dataset, line_up: Tensor, seed: int
+) -> dict[str, dict[str, float]]:
     """Return the mean scores of guesses that never look at the gradient."""
-    public = subject.public.pixels(range(len(subject.public))).to(subject.device)
+    public = _pixels(subject.public, len(subject.public), subject.device)
     truth = torch.cat([to_pixels(s.batch.inputs, data.mean, data.std) for s in sent])
-    cards = metrics.score_floor(truth, public, derive_rng(seed, "floor", 0))
+    cards = metrics.score_floor(truth, public, derive_rng(seed, "floor", 0), gallery=line_up)
     return {guess: {name: sum(v) / len(v) for name, v in card.items()} for guess, card in cards.items()}
+
+
+def _pixels(data: Dataset, count: int, device: torch.device) -> Tensor:
+    return data.pixels(range(min(count, len(data)))).to(device)
 
 
 def _tiles(sent: Sent, found: Reconstruction, data: Dataset) -> Tensor:

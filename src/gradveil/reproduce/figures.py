@@ -73,6 +73,8 @@ def figures_of(entry: Entry, results: list[dict[str, Any]]) -> dict[str, Figure]
     found["max_ssim"] = summarise([[max(_known(card["paper_ssim"]))] for card in cards])
     if "lpips" in cards[0]:
         found["min_lpips"] = summarise([[min(_known(card["lpips"]))] for card in cards])
+    if all("identified" in card for card in cards):
+        found["identified"] = summarise([[100 * v for v in card["identified"]] for card in cards])
     found["distance"] = summarise([r["distance"] for r in results])
     found["blind"] = summarise([[max(card["ssim"] for card in r["floor"].values())] for r in results])
     return found

@@ -25,6 +25,7 @@ that were not committed. Uploads without content are never scored.
 - LPIPS: low means recovered. SSIM: high means recovered. "SSIM (paper's)" uses a flat 7x7 window and a data range
   of 2, which the paper's figures fit and under which plain grey scores about 0.25; "SSIM" is the usual one. "Blind" is
   the SSIM of the best guess that never looks at the gradient.
+- "Identified": how often the private picture is the reconstruction's nearest among 100 (by MSE, SSIM or LPIPS).
 - ± is two standard errors over all pictures, or half the range of the seeds' means if that is wider.
 - A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
   dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
@@ -93,6 +94,7 @@ def _columns(lines: list[Entry]) -> list[Column]:
         return [cost[0], counted, *cost[1:]]
     found = [*_pair("LPIPS", "lpips", lines), *_pair("SSIM (paper's)", "ssim", lines)]
     found += [("SSIM", _ours("plain_ssim", 3)), ("blind", lambda _, f: shown(f["blind"].mean))]
+    found += [("identified, %", lambda _, f: shown(f["identified"].mean, 0) if "identified" in f else "–")]
     if any("min_lpips" in entry.paper for entry in lines):
         found += [*_pair("min LPIPS", "min_lpips", lines), *_pair("max SSIM (paper's)", "max_ssim", lines)]
     if lines[0].part.startswith("Relative"):
