@@ -72,6 +72,20 @@ def test_cifar_is_searched_in_the_known_places(cifar_root: Path, monkeypatch, tm
     assert len(data.load("cifar10")) == 20
 
 
+def test_a_digest_tells_copies_of_a_dataset_apart(cifar_root: Path):
+    one, again = (data.load("cifar10", root=cifar_root, split="test") for _ in range(2))
+    assert one.digest == again.digest
+    again.images[0, 0, 0, 0] += 1
+    other_label = data.Dataset(one.name, one.images, (one.labels + 1) % 10, one.classes, one.mean, one.std)
+    assert len({one.digest, replace(again).digest, other_label.digest}) == 3
+    known = cifar.LAYOUTS["cifar10"].digests
+    assert data.is_original("cifar10", known)
+    assert data.is_original("cifar10", {"test": known["test"]})
+    assert not data.is_original("cifar10", {"test": one.digest})
+    assert not data.is_original("cifar10", {})
+    assert data.is_original("digits", {})
+
+
 def test_damaged_cifar_names_the_file(cifar_root: Path):
     file = cifar_root / "cifar-10-batches-bin" / "test_batch.bin"
     whole = file.read_bytes()

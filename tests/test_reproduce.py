@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 import re
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from gradveil import data, paper
 from gradveil.attacks import ATTACKS
 from gradveil.cli import app, commands  # noqa: F401
+from gradveil.data.cifar import LAYOUTS
 from gradveil.defenses import DEFENSES
 from gradveil.errors import ConfigError, NeedError
 from gradveil.reproduce import (
@@ -290,6 +292,7 @@ def fake(cell: AttackCell, ssim: float, lpips: float, seed: int = 0) -> dict[str
         "n": 4,
         "victims": [1, 2, 3, 4],
         "definition": definition(cell),
+        "digests": {"test": LAYOUTS["cifar10"].digests["test"]},
         "scores": scores,
         "transformed_scores": None,
         "floor": {"grey": {"ssim": 0.1}},
@@ -331,6 +334,46 @@ def test_a_changed_default_makes_an_old_result_another_cell(tmp_path: Path) -> N
     old["definition"]["defense"]["noise"] = 1.0
     store.write(store.path_of(tmp_path, "full", cell), old)
     assert figures.results_of(tmp_path, "full", Entry("", "", cell)) == []
+
+
+def test_results_on_another_copy_of_the_data_stand_apart(tmp_path: Path) -> None:
+    dgp = FULL.attack("ig", "dgp")
+    path = store.path_of(tmp_path, "full", dgp)
+    for digests in ({}, {"test": "0" * 16}):
+        store.write(path, fake(dgp, 0.5, 0.5) | {"digests": digests})
+        assert figures.results_of(tmp_path, "full", Entry("", "", dgp)) == []
+        text = pages.render(tmp_path)
+        assert f"| `{key(dgp)}` |  | 0.500 | 0.500 | 4 |" in text.partition("## Another copy of CIFAR-10")[2]
+    store.write(path, fake(dgp, 0.5, 0.5))
+    assert len(figures.results_of(tmp_path, "full", Entry("", "", dgp))) == 1
+    assert "## Another copy" not in pages.render(tmp_path)
+
+
+def test_a_cell_recorded_on_another_copy_of_the_data_is_run_again(
+    in_scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale = replace(FULL, pictures=2, match="steps=2")
+    cell = scale.attack("ig", "dgp", "lenet")
+    mine = data.load("photos", split="test")
+    monkeypatch.setattr(attacked, "load_split", lambda name, split, root: mine)
+    monkeypatch.setattr(attacked, "lpips_weights", lambda: None)
+    path = store.path_of(in_scratch, "full", cell)
+    store.write(path, fake(cell, 0.5, 0.5))
+    assert [o.status for o in do(scale, in_scratch, key(cell))] == ["done"]
+    assert store.load(path)["digests"] == {"test": mine.digest}
+    assert 0 <= sum(store.load(path)["scores"]["identified"]) <= 2
+    assert [o.status for o in do(scale, in_scratch, key(cell))] == ["recorded"]
+
+
+def test_a_run_that_diverges_is_a_result_without_accuracy(in_scratch: Path) -> None:
+    wild = replace(QUICK, training={**QUICK.training, "lr": "1e30"})
+    (outcome,) = do(wild, in_scratch, "train_dgp-nofeedback_cnn6_digits_seed0", "figures")
+    assert outcome.status == "done", outcome.note
+    entry = Entry("", "", outcome.cell)
+    (result,) = figures.results_of(in_scratch, "quick", entry)
+    assert result["status"] == "diverged"
+    assert math.isnan(figures.figures_of(entry, [result])["accuracy"].mean)
+    assert [o.status for o in do(wild, in_scratch, key(outcome.cell), "figures")] == ["recorded"]
 
 
 def test_spread_is_of_pictures_or_of_seeds_whichever_is_wider() -> None:

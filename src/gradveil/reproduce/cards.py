@@ -194,7 +194,7 @@ def _accuracy(defense: str, folder: Path, scale: str) -> dict[str, Any] | None:
     chosen = SCALES[scale].train(defense)
     bare = SCALES[scale].train("none")
     pair = [results_of(folder, scale, Entry("", "", cell)) for cell in (chosen, bare)]
-    if not all(pair):
+    if not all(pair) or any(r["status"] != "finished" for results in pair for r in results):
         return None
     own, undefended = (sum(100 * r["accuracy"] for r in results) / len(results) for results in pair)
     s = chosen.settings

@@ -37,10 +37,12 @@ class Figure:
 
 
 def results_of(folder: Path, scale: str, entry: Entry) -> list[dict[str, Any]]:
-    """Return the recorded results of a line, one for each seed."""
+    """Return the recorded results of a line on the original data, one for each seed."""
     if isinstance(entry.cell, TrainingCell):
-        return store.comparable(trained.recorded(folder, entry.cell, scale))
-    return store.comparable([r for r in store.of_all_seeds(folder, scale, entry.cell) if is_of(r, entry.cell)])
+        found = trained.recorded(folder, entry.cell, scale)
+    else:
+        found = [r for r in store.of_all_seeds(folder, scale, entry.cell) if is_of(r, entry.cell)]
+    return [r for r in found if store.on_original(r)]
 
 
 def is_of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
@@ -89,6 +91,8 @@ def summarise(per_seed: list[list[float]]) -> Figure:
     groups = [_known(values) for values in per_seed]
     values = [v for group in groups for v in group]
     means = [fmean(group) for group in groups]
+    if any(math.isnan(mean) for mean in means):  # a seed without any value: there is no mean over the seeds
+        return Figure(math.nan, 0.0)
     error = 2 * pstdev(values) / math.sqrt(len(values))
     return Figure(fmean(values), max(error, (max(means) - min(means)) / 2))
 

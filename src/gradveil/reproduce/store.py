@@ -50,11 +50,6 @@ def on_original(result: dict[str, Any]) -> bool:
     return is_original(described.get("data", ""), result.get("digests", {}))
 
 
-def comparable(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the results on the original data, or all of them if there are none: the two must not be averaged."""
-    return [r for r in results if on_original(r)] or results
-
-
 def plain(value: Any) -> Any:
     """Return plain data in which no number is infinite or NaN, and floats have six digits."""
     if isinstance(value, float):
