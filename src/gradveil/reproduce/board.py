@@ -14,7 +14,8 @@ HEAD = """# Leaderboard
 
 How much of a private picture the strongest known attacker recovers who knows the defense, what the defense costs in
 accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy, "blind" is what a guess reaches that
-never looks at the gradient. The best defenses come first: those whose worst score lies least above blind guessing.
+never looks at the gradient; "identified" is how often the private picture is the nearest of 100. The best defenses come
+first: those whose worst score lies least above blind guessing.
 
 {threats}
 """
@@ -53,6 +54,7 @@ EXAMPLE: dict[str, Any] = {
             "adaptive": True,
             "ssim": 0.93,
             "lpips": 0.01,
+            "identified": 1.0,
             "blind_ssim": 0.12,
             "n": 20,
             "evidence": "https://example.org/scores.json",
@@ -101,4 +103,5 @@ def _score(threats: list[dict[str, Any]]) -> str:
         return "not measured"
     worst = max(threats, key=lambda t: float(t["ssim"]))
     attack = worst["attack"].partition("(")[0]
-    return f"{shown(worst['ssim'])} (blind {shown(worst['blind_ssim'])}), {attack}, n {worst['n']}"
+    picked = f"identified {100 * worst['identified']:.0f} %, " if "identified" in worst else ""
+    return f"{shown(worst['ssim'])} (blind {shown(worst['blind_ssim'])}), {picked}{attack}, n {worst['n']}"

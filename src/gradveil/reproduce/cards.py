@@ -44,6 +44,7 @@ THREAT: Fields = {
     "ssim": (NUMBER, True),
     "blind_ssim": (NUMBER, True),
     "lpips": (NUMBER, False),
+    "identified": (NUMBER, False),  # share of pictures picked out of 100
     "n": (int, True),
     "evidence": (str, True),
 }
@@ -97,6 +98,8 @@ def _meaning(card: Mapping[str, Any]) -> list[str]:
         found += [
             f"{where}: {name} must lie in -1..1" for name in ("ssim", "blind_ssim") if not -1 <= threat[name] <= 1
         ]
+        if not 0 <= threat.get("identified", 0) <= 1:
+            found.append(f"{where}: identified must lie in 0..1")
         if threat["n"] < 1:
             found.append(f"{where}: n must be at least 1")
     if not any(threat["threat"] == "first upload" for threat in card["threats"]):
@@ -185,6 +188,7 @@ def _threat(entry: Entry, result: dict[str, Any], scale: str) -> dict[str, Any]:
         "ssim": found["plain_ssim"].mean,
         "blind_ssim": found["blind"].mean,
         **({"lpips": found["lpips"].mean} if "lpips" in found else {}),
+        **({"identified": found["identified"].mean / 100} if "identified" in found else {}),
         "n": result["n"],
         "evidence": f"results/{scale}/{entry.cell.stem}_seed{result['seed']}.json",
     }

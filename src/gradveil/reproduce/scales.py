@@ -17,6 +17,7 @@ ATTACKERS = {
     "ig+mask": ("inverting_gradients({adaptive})", True),
     "gi+mask": ("gi_paper({adaptive})", True),
     "ig+band": ("inverting_gradients({adaptive}, band=0.05)", True),
+    "ig+coarse": ("inverting_gradients({adaptive}, coarse=8)", True),  # few unknowns: finds form under much noise
     "ig+chain": ("chained(inverting_gradients({adaptive}))", True),
     "rob+fit": ("imprint(bins={bins})", True),
     "rgap+mask": ("rgap(masked=True)", True),

@@ -192,6 +192,10 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
         yield Entry("Hardened, its first upload that is not empty: 32 examples or more in it", attack, cell)
     for defense in ("topk", "dgp", "adgp"):
         yield Entry("Band-aware IG", defense, scale.attack("ig+band", defense, seed=seed))
+    for model in ("resnet18", "lenet", "cnn6"):
+        for defense in ("none", "dp", "topk", "dgp", "hardened1"):
+            cell = scale.attack("ig+coarse", defense, model, seed=seed)
+            yield Entry("IG for a coarse picture, 8 by 8", f"{model}, {defense}", cell)
 
 
 def _settings(scale: Scale, seed: int) -> Iterator[Entry]:
