@@ -67,7 +67,7 @@ def upload(cell: AttackCell, attack: Attack, root: str, *, pixels: bool = False)
 
 
 def scored(sent: Sequence[Sent], found: Sequence[Reconstruction], data: Dataset, *, changed: bool = False) -> Scores:
-    return attacked._scores(sent, found, data, transformed=changed)
+    return attacked.scores_of(sent, found, data, transformed=changed)
 
 
 def tried(sent: list[Sent], attack: Attack, cell: AttackCell) -> list[Reconstruction]:

@@ -118,8 +118,8 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         "attack_used": to_text(attack),
         "n": cell.pictures,
         "victims": chosen,
-        "scores": _scores(sent, found, data, line_up, transformed=False),
-        "transformed_scores": _scores(sent, found, data, line_up, transformed=True) if _transforms(sent) else None,
+        "scores": scores_of(sent, found, data, line_up, transformed=False),
+        "transformed_scores": scores_of(sent, found, data, line_up, transformed=True) if _transforms(sent) else None,
         "floor": _floor(sent, subject, data, line_up, cell.seed),
         "loss": [f.loss for f in found],
         "distance": [_distance(s) for s in sent],
@@ -194,9 +194,18 @@ def _generator(scale: Scale, public: Dataset, seed: int) -> nn.Module:
     return train_generator(public, GeneratorSettings(**scale.generator, seed=seed))
 
 
-def _scores(
-    sent: Sequence[Sent], found: Sequence[Reconstruction], data: Dataset, line_up: Tensor, *, transformed: bool
+def scores_of(
+    sent: Sequence[Sent],
+    found: Sequence[Reconstruction],
+    data: Dataset,
+    line_up: Tensor | None = None,
+    *,
+    transformed: bool = False,
 ) -> dict[str, list[float]]:
+    """Return every score of every picture, with a line-up also whether it was identified.
+
+    `transformed` compares with the pictures as the defense changed them.
+    """
     cards = []
     for s, f in zip(sent, found, strict=True):
         batch = s.trained_on if transformed else s.batch
