@@ -199,27 +199,32 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
 
 
 def _settings(scale: Scale, seed: int) -> Iterator[Entry]:
+    for model in ("resnet18", "lenet") if scale.name == "full" else ("resnet18",):
+        for part, label, attack, defense, fields in _other_settings(scale):
+            yield Entry(part, f"{model}, {label}", scale.attack(attack, defense, model, seed=seed, **fields))
+
+
+def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str, Any]]]:
+    """Yield heading, label, attack, defense and what is not as usual."""
     part = "After some rounds: the residual holds other pictures"
     for rounds in ROUNDS:
         for attack, defense in (("ig", "dgp"), ("ig+mask", "topk"), ("ig+mask", "dgp"), ("ig+mask", "hardened1")):
-            cell = scale.attack(attack, defense, rounds=rounds, seed=seed)
-            yield Entry(part, f"{defense}, {rounds} earlier, {attack}", cell)
+            yield part, f"{defense}, {rounds} earlier, {attack}", attack, defense, {"rounds": rounds}
+    part = "Chained: the attacker follows the client from its first round"
     for defense in ("topk", "dgp", "hardened1"):
-        cell = scale.attack("ig+chain", defense, rounds=1, seed=seed)
-        yield Entry("Chained: the attacker follows the client from its first round", defense, cell)
+        yield part, defense, "ig+chain", defense, {"rounds": 1}
     for defense in ("none", "topk", "dgp", "hardened1"):
         for attack in ("ig", "ig+mask"):
-            cell = scale.attack(attack, defense, labels="inferred", seed=seed)
-            yield Entry("Labels inferred instead of given", f"{defense}, {attack}", cell)
+            part = "Labels inferred instead of given"
+            yield part, f"{defense}, {attack}", attack, defense, {"labels": "inferred"}
     for defense in ("none", "dgp", "hardened1"):
         for epochs in scale.epochs:
-            cell = scale.attack("ig+mask", defense, epochs=epochs, seed=seed)
-            yield Entry("Trained models", f"{defense}, after {epochs} epochs", cell)
+            yield "Trained models", f"{defense}, after {epochs} epochs", "ig+mask", defense, {"epochs": epochs}
         for steps in (2, 4):
-            cell = scale.attack("ig+mask", defense, local_steps=steps, seed=seed)
-            yield Entry("FedAvg: several local steps", f"{defense}, {steps} steps", cell)
-        cell = scale.attack("ig+mask", defense, batch_size=4, one_label=True, seed=seed)
-        yield Entry("A client with one class only, batches of 4", defense, cell)
+            part = "FedAvg: several local steps"
+            yield part, f"{defense}, {steps} steps", "ig+mask", defense, {"local_steps": steps}
+        part = "A client with one class only, batches of 4"
+        yield part, defense, "ig+mask", defense, {"batch_size": 4, "one_label": True}
 
 
 def _trainings(scale: Scale, seed: int) -> Iterator[Entry]:
