@@ -19,14 +19,17 @@ from typer.testing import CliRunner
 from gradveil import Veil, data, tree
 from gradveil.cli import app, commands
 from gradveil.core import Batch, Masks
+from gradveil.defenses import GaussianNoise
 from gradveil.errors import ConfigError, StateError
 from gradveil.gradients import parameters
 from gradveil.training import Settings, Trainer, assemble, load_checkpoint
 from gradveil.training.checkpoint import save_checkpoint
+from gradveil.training.compute import Compute
 from gradveil.training.fast import FastTrainer
 from gradveil.training.feed import Feed
 from gradveil.training.log import read_rounds
 from gradveil.training.loop import Upload, Work
+from gradveil.training.protectors import White
 from gradveil.training.run import run, trainer_for
 
 assert commands  # importing it registers the commands
@@ -319,6 +322,22 @@ def test_checkpoints_fit_both_engines(first: Any, then: Any, how: str, digits: d
             assert torch.equal(value, weights(rest)[name]), name
         else:
             assert torch.allclose(value.float(), weights(rest)[name].float(), atol=1e-5), name
+
+
+def test_noise_for_all_users_at_once_is_as_large_as_asked_for_and_new_every_round(digits: data.Dataset) -> None:
+    job = assemble(replace(TINY, defense="gaussian_noise(std=0.5)"), train=digits, model=convolution())
+    rows = Compute(job).rows
+    protector = White(GaussianNoise(0.5), rows, job)
+    rounds = []
+    for round_ in (0, 1, 0):
+        rows.grads.fill_(3.0)
+        rounds.append(protector.step(round_, []) - 3.0)
+    assert torch.equal(rounds[0], rounds[2])
+    drawn = torch.cat([rounds[0], rounds[1]])  # every user's in two rounds
+    chance = 5 / drawn.shape[1] ** 0.5  # five standard errors of a mean, or of a correlation
+    assert drawn.std(1).sub(0.5).abs().max() < 0.5 * chance
+    assert drawn.mean(1).abs().max() < 0.5 * chance
+    assert (torch.corrcoef(drawn) - torch.eye(len(drawn))).abs().max() < chance
 
 
 # On a GPU

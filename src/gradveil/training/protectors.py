@@ -3,8 +3,10 @@
 A protector owns the users' defense states. `step` may overwrite the gradients and returns what is sent.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from .. import select, tree
 from ..core import Batch, Defense, Masks, State, Step
-from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, Hardened, Identity, TopK
+from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, GaussianNoise, Hardened, Identity, TopK
 from ..defenses.hardened import FASTEST_FALL, rms
 from ..errors import GradientError
 from ..select import gpu
@@ -215,6 +217,19 @@ class Noisy(_Feedback):
         return self._least.view(self.rows.users, -1)
 
 
+class White(Protector):
+    """Gaussian noise for all users at once: other numbers than a `Veil` draws on a GPU, of the same distribution."""
+
+    def __init__(self, defense: GaussianNoise, rows: Rows, job: Job) -> None:
+        super().__init__(defense, rows)
+        self._job, self._std = job, defense.std
+        self._drawn = rows.scratch()
+
+    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
+        rng = derive_rng(self._job.settings.seed, "all", round_, "noise", self._job.device.type)
+        return self.rows.grads.add_(self._drawn.normal_(generator=rng), alpha=self._std)
+
+
 class Each(Protector):
     """Any other defense, user by user, exactly as a `Veil` would apply it."""
 
@@ -223,9 +238,16 @@ class Each(Protector):
         self._job = job
         self._views = [rows.layout.views(row) for row in rows.grads]
         self._states = [defense.init(views) for views in self._views]
+        self._finite = torch.ones((), dtype=torch.bool, device=rows.grads.device)
+        changes_batches = type(defense).prepare_batch is not Defense.prepare_batch
+        # Pictures are changed on the CPU, one by one, by code that lets other threads run.
+        self._threads = ThreadPoolExecutor(min(rows.users, os.cpu_count() or 1)) if changes_batches else None
 
     def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
-        return [self.defense.prepare_batch(b, self._step_of(user, round_, b)) for user, b in enumerate(batches)]
+        if self._threads is None:
+            return batches
+        steps = [self._step_of(user, round_, batch) for user, batch in enumerate(batches)]
+        return list(self._threads.map(self.defense.prepare_batch, batches, steps))
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         steps = [self._step_of(user, round_, batch) for user, batch in enumerate(batches)]
@@ -235,10 +257,18 @@ class Each(Protector):
         for user, (views, step) in enumerate(zip(self._views, steps, strict=True)):
             masked = replace(step, mask=self.mask)
             sent, self._states[user] = self.defense.apply(views, self._states[user], masked)
-            tree.require_finite(sent)
+            if not self._finite.is_cuda:
+                tree.require_finite(sent)
             for name, view in views.items():
-                view.copy_(sent[name])
+                if sent[name] is not view:
+                    view.copy_(sent[name])
+        if self._finite.is_cuda:  # looked at later: each look waits for the GPU
+            self._finite &= torch.isfinite(self.rows.grads).all()
         return self.rows.grads
+
+    def require_finite(self) -> None:
+        if not bool(self._finite):
+            raise GradientError("what was to be sent holds NaN or infinity")
 
     def _step_of(self, user: int, round_: int, batch: Batch) -> Step:
         rng = derive_rng(self._job.settings.seed, str(user), round_, device=self._job.device.type)
@@ -270,6 +300,8 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
         return Band(defense, operator, rows)
     if type(operator) is AlignedDualPrune:
         return Aligned(defense, operator, rows, job)
+    if type(defense) is GaussianNoise and not defense.sent_only and rows.grads.is_cuda:
+        return White(defense, rows, job)
     if type(defense) is Hardened and min(job.feed.sizes) >= defense.examples:
         return Noisy(defense, rows, job)
     return Each(defense, rows, job)
