@@ -489,6 +489,12 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     good, bad = in_scratch / "good.json", in_scratch / "bad.json"
     good.write_text(json.dumps(card))
     bad.write_text(json.dumps({**card, "by": 3}))
+    active = FULL.attack("rob+fit", "adgp")
+    store.write(store.path_of(in_scratch / "results", "full", active), fake(active, 0.9, 0.0))
+    unready = runner.invoke(app, ["leaderboard", "card", "adgp"])
+    assert isinstance(unready.exception, ConfigError)
+    assert "first upload" in str(unready.exception)
+    assert not (in_scratch / "results" / "cards" / "adgp.json").exists()
     assert runner.invoke(app, ["leaderboard", "check", str(good)]).exit_code == 0
     assert runner.invoke(app, ["leaderboard", "check", str(good), str(bad)]).exit_code == 1
     assert isinstance(runner.invoke(app, ["reproduce", "main", "--scale", "huge"]).exception, ValueError)

@@ -41,7 +41,10 @@ def card(
 ) -> None:
     """Make a defense's card from the recorded full-scale results: the worst adaptive attack of each kind."""
     path = folder / "cards" / f"{defense}.json"
-    record.write_json(path, cards.make(defense, folder))
+    made = cards.make(defense, folder)
+    if wrong := cards.problems(made):
+        raise ConfigError(f"the recorded results do not make a card of {defense} yet: " + "; ".join(wrong))
+    record.write_json(path, made)
     out.print(f"wrote {path}", markup=False, highlight=False)
 
 
