@@ -20,7 +20,7 @@ MODEL = "resnet18"  # the model of every card this repository makes
 THREATS = {
     "first upload": "an honest but curious server that sees one client's first upload and knows the defense",
     "later upload": "the same server some rounds later, with all earlier uploads; the residual holds other pictures",
-    "active": "a server that may also change the model it sends",
+    "active": "a server that may also change the model it sends, to a client without a guard (the guard refuses these)",
 }
 Fields = dict[str, tuple[type | tuple[type, ...], bool]]  # name -> (type, whether it must be there)
 NUMBER = (int, float)
@@ -180,7 +180,7 @@ def _counts(cell: AttackCell, scale: Scale) -> bool:
 def _threat(entry: Entry, result: dict[str, Any], scale: str) -> dict[str, Any]:
     cell = result["cell"]
     found = figures_of(entry, [result])
-    active = cell["attack"].startswith("rob")
+    active = "active" in build(ATTACKS, cell["attack_text"], "attack").needs
     return {
         "threat": "active" if active else "later upload" if cell["rounds"] else "first upload",
         "attack": cell["attack_text"],

@@ -20,6 +20,7 @@ ATTACKERS = {
     "ig+coarse": ("inverting_gradients({adaptive}, coarse=8)", True),  # few unknowns: finds form under much noise
     "ig+chain": ("chained(inverting_gradients({adaptive}))", True),
     "rob+fit": ("imprint(bins={bins})", True),
+    "spotlight": ("spotlight(batch=1)", True),
     "rgap+mask": ("rgap(masked=True)", True),
     "ggl": ("ggl({ggl})", True),
 }
