@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 
 .PHONY: audit test test-quick check style setup format clean
 
-audit: setup  ## Attack bundled photos through each defense and write a report page
+audit: setup  ## Attack bundled photos, bare and through four defenses, and write a report page
 	OMP_NUM_THREADS=2 $(BIN)/gradveil audit
 
 test: setup  ## Run every test

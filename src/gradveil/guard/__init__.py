@@ -14,6 +14,7 @@ out of the gradient whole. The guard asks four questions:
 """
 
 import math
+import secrets
 from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Self
@@ -114,7 +115,7 @@ bias=True)'): no gradient is computed on it
             raise GuardError(
                 f"the model is not the one you defined ({difference(structure, pinned)}): no gradient is computed on it"
             )
-        rng = rng or torch.Generator().manual_seed(0)
+        rng = rng or _unpredictable()
         seed = seen.seed if seen else int(torch.randint(2**62, (), generator=rng, device=rng.device))
         weights = watched(model)
         sketches = sketch(weights, seed)
@@ -146,7 +147,7 @@ bias=True)'): no gradient is computed on it
         `input_shape` of one example says which layers see the picture itself; without it, a layer with as many inputs
         as a square picture has is taken for one, and the first such layer for the model's first.
         """
-        rng = rng or torch.Generator().manual_seed(0)
+        rng = rng or _unpredictable()
         tensors = tensors_of(model)
         found = []
         first = True
@@ -221,3 +222,8 @@ def _picture_shape(weight: Tensor, input_shape: tuple[int, ...] | None) -> tuple
         if side >= 2 and channels * side * side == inputs.numel():
             return channels, side, side
     return None
+
+
+def _unpredictable() -> torch.Generator:
+    """Return a generator no server can foresee: it must not know which rows and columns are looked at."""
+    return torch.Generator().manual_seed(secrets.randbits(63))

@@ -219,11 +219,15 @@ def scores_of(
 def _floor(
     sent: Sequence[Sent], subject: Subject, data: Dataset, line_up: Tensor, seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the mean scores of guesses that never look at the gradient."""
+    """Return the mean scores of guesses that never look at the gradient, upload by upload like the attack's."""
     public = _pixels(subject.public, len(subject.public), subject.device)
-    truth = torch.cat([to_pixels(s.batch.inputs, data.mean, data.std) for s in sent])
-    cards = metrics.score_floor(truth, public, derive_rng(seed, "floor", 0), gallery=line_up)
-    return {guess: {name: sum(v) / len(v) for name, v in card.items()} for guess, card in cards.items()}
+    columns: dict[str, dict[str, list[float]]] = {}
+    for i, s in enumerate(sent):
+        truth = to_pixels(s.batch.inputs, data.mean, data.std)
+        for guess, card in metrics.score_floor(truth, public, derive_rng(seed, "floor", i), gallery=line_up).items():
+            for name, values in card.items():
+                columns.setdefault(guess, {}).setdefault(name, []).extend(values)
+    return {guess: {name: sum(v) / len(v) for name, v in card.items()} for guess, card in columns.items()}
 
 
 def _pixels(data: Dataset, count: int, device: torch.device) -> Tensor:

@@ -12,10 +12,10 @@ HEAD = """# Leaderboard
 
 <!-- Rendered from results/cards/ by `gradveil leaderboard render`: change a card or the renderer, not this page. -->
 
-How much of a private picture the strongest known attacker recovers who knows the defense, what the defense costs in
+How much of a private picture the strongest recorded attacker recovers who knows the defense, what the defense costs in
 accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy, "blind" is what a guess reaches that
-never looks at the gradient; "identified" is how often the private picture is the nearest of 100. The best defenses come
-first: those whose worst score lies least above blind guessing.
+never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so. The best defenses
+come first: those whose worst score lies least above blind guessing.
 
 {threats}
 """

@@ -26,7 +26,8 @@ that were not committed. Uploads without content are never scored.
 - LPIPS: low means recovered. SSIM: high means recovered. "SSIM (paper's)" uses a flat 7x7 window and a data range
   of 2, which the paper's figures fit and under which plain grey scores about 0.25; "SSIM" is the usual one. "Blind" is
   the SSIM of the best guess that never looks at the gradient.
-- "Identified": how often the private picture is the reconstruction's nearest among 100 (by MSE, SSIM or LPIPS).
+- "Identified": how often the private picture is the reconstruction's nearest among 99 others and the pictures of its
+  own upload, by MSE, SSIM or LPIPS, whichever ranks it best.
 - ± is two standard errors over all pictures, or half the range of the seeds' means if that is wider.
 - A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
   dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
