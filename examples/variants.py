@@ -51,8 +51,8 @@ class Gathered(Defense):
     def residual(self, state: State) -> Grads | None:
         return self.inner.residual(tree.only("inner", state))
 
-    def take_back(self, sent: Grads, state: State) -> State:
-        return {**state, **tree.under("inner", self.inner.take_back(sent, tree.only("inner", state)))}
+    def take_back(self, sent: Grads, state: State, *, newest: bool = False) -> State:
+        return {**state, **tree.under("inner", self.inner.take_back(sent, tree.only("inner", state), newest=newest))}
 
     def propose(self, grads: Grads, state: State, step: Step) -> Masks:
         return self.inner.propose(grads, tree.only("inner", state), step)
@@ -121,7 +121,7 @@ class NoisyBand(Defense):
     def residual(self, state: State) -> Grads | None:
         return tree.only("residual", state)
 
-    def take_back(self, sent: Grads, state: State) -> State:
+    def take_back(self, sent: Grads, state: State, *, newest: bool = False) -> State:
         return tree.under("residual", tree.add(tree.only("residual", state), sent))
 
 
@@ -197,8 +197,8 @@ class Decayed(Defense):
     def residual(self, state: State) -> Grads | None:
         return self.inner.residual(state)
 
-    def take_back(self, sent: Grads, state: State) -> State:
-        return self.inner.take_back(sent, state)
+    def take_back(self, sent: Grads, state: State, *, newest: bool = False) -> State:
+        return self.inner.take_back(sent, state, newest=newest)
 
 
 def warmed_dgp(batches: int = 5) -> Defense:

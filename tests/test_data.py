@@ -396,3 +396,14 @@ def test_data_on_the_gpu_is_the_same():
 def test_no_download_is_left_to_chance():
     assert os.environ.get("GRADVEIL_OFFLINE")
     assert all(len(layout.sha256) == 64 for layout in cifar.LAYOUTS.values())
+
+
+def test_flat_train_and_test_folders_are_one_class(tmp_path: Path):
+    for part in ("train", "test"):
+        (tmp_path / "pics" / part).mkdir(parents=True)
+        for i in range(3):
+            Image.new("RGB", (40, 40), (i, i, i)).save(tmp_path / "pics" / part / f"{i}.png")
+    for part in ("train", "test"):
+        found = data.load(tmp_path / "pics", split=part)
+        assert found.classes == ("pics",)
+        assert found.labels.tolist() == [0, 0, 0]

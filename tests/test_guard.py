@@ -17,7 +17,7 @@ from gradveil.attacks.traps import TrapWeights
 from gradveil.cli import app
 from gradveil.cli import commands as _commands  # noqa: F401
 from gradveil.data import load
-from gradveil.errors import GuardError, StateError
+from gradveil.errors import GradientError, GuardError, StateError
 from gradveil.gradients import gradient, parameters
 from gradveil.guard import REMEMBERED, Guard, Seen, fingerprint
 from gradveil.guard.looks import low_band, nested_shares, sketched
@@ -359,3 +359,44 @@ def test_the_command_tells_honest_weights_from_planted_ones(tmp_path):
     assert bad.exit_code == 1
     assert "features.1" in bad.output
     assert runner.invoke(app, ["guard", "mlp"]).exit_code == 0
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-7, 1e-30])
+def test_an_imprint_cannot_hide_behind_tiny_weights(scale: float) -> None:
+    net = model("mlp")
+    layer = net.get_submodule("features.1")
+    with torch.no_grad():
+        layer.weight[130:] = scale / math.prod(SHAPE)
+        layer.bias[130:] = -scale * torch.linspace(-1, 1, len(layer.bias) - 130)
+    assert findings(net)
+
+
+def test_a_dead_row_of_huge_weights_does_not_blind_the_memory() -> None:
+    honest, swapped = model("mlp"), written()
+    layer = swapped.get_submodule("features.1")
+    with torch.no_grad():
+        layer.weight[255], layer.bias[255] = 1e25, -3e38
+    for guard in (Guard(), Guard(jump=None)):
+        with pytest.raises(GuardError):
+            guard.admit(swapped, guard.admit(honest, input_shape=SHAPE), input_shape=SHAPE)
+
+
+def test_a_transposed_convolution_has_a_bias_of_another_length() -> None:
+    for outputs in (8, 64):
+        Guard().admit(nn.Sequential(nn.Conv2d(3, 32, 3), nn.ReLU(), nn.ConvTranspose2d(32, outputs, 8)))
+
+
+def test_where_the_guard_looks_cannot_be_foreseen() -> None:
+    net = model("lenet")
+    assert len({Guard().admit(net).seed for _ in range(4)}) == 4
+
+
+def test_a_batch_that_fails_does_not_count_as_a_look_at_the_model() -> None:
+    net = model("lenet")
+    veil = Veil(dgp(), parameters(net), guard=Guard.pin(net, repeats=0))
+    good = PHOTOS.batch(range(2))
+    with pytest.raises(GradientError):
+        veil.protect(net, cross_entropy, Batch(good.inputs * math.nan, good.labels))
+    veil.protect(net, cross_entropy, good)
+    with pytest.raises(GuardError, match="frozen"):
+        veil.protect(net, cross_entropy, good)

@@ -292,3 +292,30 @@ def test_gpu_kernel_does_the_same(bits: int, rng: torch.Generator) -> None:
             assert min(abs(level / scale / known - 1) for known in defense.levels(8.0)) < 1e-3
     error = (grads[3] - totals[3]).std() / scales[3]
     assert 0.9 < float(error) < 1.6
+
+
+@pytest.mark.parametrize("bits", [0, 2])
+def test_uploads_that_come_back_do_not_leave_under_the_noise_of_one(bits: int) -> None:
+    grads = {"w": torch.randn(20_000, generator=torch.Generator().manual_seed(0))}
+    for at_once in (True, False):
+        veil = Veil(Hardened(bits=bits), tree.zeros_like(grads), seed=1, guard=None)
+        pending = [veil.seal(grads, 32) for _ in range(1 if at_once else 16)]
+        for _ in range(15 if at_once else 0):
+            veil.undo(pending.pop())
+            pending.append(veil.seal(grads, 32))
+        for payload in pending:
+            veil.undo(payload)
+        sent = unseal(veil.seal(grads, 32))["w"]
+        assert torch.cosine_similarity(sent, grads["w"], dim=0) < 0.15  # it is 0.05 for one, and was 0.6 after sixteen
+        sizes = veil.state_dict()["state.size.w"] / grads["w"].square().mean().sqrt()
+        assert 0.98 * 17 < float(sizes) < (18 if at_once else 120)  # no more than needed where it can be known
+
+
+def test_an_empty_upload_comes_back_without_a_trace() -> None:
+    grads = {"w": torch.ones(50)}
+    veil = Veil(Hardened(), tree.zeros_like(grads), guard=None)
+    payload = veil.seal(grads, 1)  # one of 32 examples: nothing is sent yet
+    before = veil.state_dict()
+    veil.undo(payload)
+    after = veil.state_dict()
+    assert all(torch.equal(after[name], t) for name, t in before.items() if not name.startswith("open"))

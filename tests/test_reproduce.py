@@ -31,6 +31,7 @@ from gradveil.reproduce import (
     figures,
     pages,
     run,
+    runner,
     store,
     tables,
     trained,
@@ -349,20 +350,59 @@ def test_results_on_another_copy_of_the_data_stand_apart(tmp_path: Path) -> None
     assert "## Another copy" not in pages.render(tmp_path)
 
 
-def test_a_cell_recorded_on_another_copy_of_the_data_is_run_again(
-    in_scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scale = replace(FULL, pictures=2, match="steps=2")
-    cell = scale.attack("ig", "dgp", "lenet")
-    mine = data.load("photos", split="test")
-    monkeypatch.setattr(attacked, "load_split", lambda name, split, root: mine)
-    monkeypatch.setattr(attacked, "lpips_weights", lambda: None)
-    path = store.path_of(in_scratch, "full", cell)
-    store.write(path, fake(cell, 0.5, 0.5))
-    assert [o.status for o in do(scale, in_scratch, key(cell))] == ["done"]
-    assert store.load(path)["digests"] == {"test": mine.digest}
-    assert 0 <= sum(store.load(path)["scores"]["identified"]) <= 2
-    assert [o.status for o in do(scale, in_scratch, key(cell))] == ["recorded"]
+@pytest.fixture
+def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two tiny datasets in CIFAR-10's layout; the one in `A` counts as the original."""
+    layout = LAYOUTS["cifar10"]
+    rng = np.random.default_rng(0)
+    for copy in "AB":
+        folder = tmp_path / copy / layout.folder
+        folder.mkdir(parents=True)
+        for file in (*layout.train, *layout.test):
+            records = rng.integers(0, 256, (20, 3073), dtype=np.uint8)
+            records[:, 0] %= 10
+            records.tofile(folder / file)
+        (folder / layout.label_names).write_text("\n".join("abcdefghij"))
+    digests = {split: data.load("cifar10", split=split, root=tmp_path / "A").digest for split in ("train", "test")}
+    monkeypatch.setitem(LAYOUTS, "cifar10", replace(layout, digests=digests))
+    attacked.load_split.cache_clear()
+    runner.copy_at_hand.cache_clear()
+    return tmp_path
+
+
+def test_results_on_two_copies_of_the_data_never_take_each_others_place(copies: Path, in_scratch: Path) -> None:
+    training = {**QUICK.training, "data": "cifar10", "batch_size": 4}
+    scale = replace(TINY, data="cifar10", training=training)
+    attack, train = "rob_none_lenet_cifar10_seed0", "train_none_lenet_cifar10_seed0"
+    for copy, place in (("A", "quick"), ("B", "other-copy")):
+        for _ in range(2):
+            outcomes = [
+                *do(scale, in_scratch / "r", attack, "models", root=str(copies / copy)),
+                *do(scale, in_scratch / "r", train, "figures", root=str(copies / copy)),
+            ]
+        assert [o.status for o in outcomes] == ["recorded", "recorded"]
+        for name in (attack, train):
+            result = store.load(in_scratch / "r" / place / f"{name}.json")
+            assert store.on_original(result) is (copy == "A")
+            assert result["digests"]["test"] == data.load("cifar10", split="test", root=copies / copy).digest
+    assert store.on_original(store.load(in_scratch / "r" / "quick" / f"{train}.json"))  # still
+    runs = [json.loads((path / "result.json").read_text()) for path in Path("runs/reproduce").glob(f"{train}_*")]
+    assert len({run["accuracy"] for run in runs}) <= 2
+    assert {run["digests"]["test"] for run in runs} == {
+        data.load("cifar10", split="test", root=copies / copy).digest for copy in "AB"
+    }
+
+
+def test_listing_the_cells_downloads_nothing(in_scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner.copy_at_hand.cache_clear()
+    monkeypatch.delenv("GRADVEIL_DATA", raising=False)
+    monkeypatch.setenv("HOME", str(in_scratch))
+    monkeypatch.setattr("gradveil.data.cifar._fetch", lambda *_: pytest.fail("a download"))
+    cell = FULL.attack("ig", "dgp")
+    store.write(store.path_of(in_scratch / "results", "full", cell), fake(cell, 0.5, 0.5))
+    listed = CliRunner().invoke(app, ["reproduce", "main", "--dry", "--scale", "full"])
+    assert listed.exit_code == 0, listed.output
+    assert "recorded" in listed.output
 
 
 def test_a_run_that_diverges_is_a_result_without_accuracy(in_scratch: Path) -> None:

@@ -30,6 +30,7 @@ from gradveil.defenses import (
     epsilon,
 )
 from gradveil.defenses.ats import TRANSFORMATIONS, apply_policy, parse_policy
+from gradveil.defenses.dp import clipped_sum
 from gradveil.defenses.precode import divergence
 from gradveil.defenses.soteria import feature_scores
 from gradveil.errors import NeedError
@@ -466,3 +467,27 @@ def test_soteria_hides_nothing_from_an_attacker_who_skips_that_tensor(lenet: nn.
     payload = Veil(Soteria(), parameters(lenet), seed=0).protect(lenet, cross_entropy, batch)
     arrived: dict[str, Tensor] = unseal(payload, like=parameters(lenet))
     assert [name for name in grads if not torch.equal(arrived[name], grads[name])] == ["classifier.weight"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_no_example_exceeds_the_clip_in_any_precision(dtype: torch.dtype) -> None:
+    rng = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        one = {"w": (torch.randn(1, 1000, generator=rng) * 3 * torch.rand((), generator=rng)).to(dtype)}
+        assert float(clipped_sum(one, 1.0)["w"].double().norm()) < 1 + 1e-6
+
+
+def test_outpost_puts_noise_on_no_more_than_its_share_where_scores_are_equal() -> None:
+    net = nn.Linear(100, 50, bias=False)
+    grads = {"weight": torch.zeros(50, 100)}
+    grads["weight"][:, :10] = torch.randn(50, 10, generator=torch.Generator().manual_seed(0))
+    sent, _ = Outpost(always=True, noise_share=0.4).apply(grads, {}, Step(torch.Generator(), model=net))
+    assert float((sent["weight"] != 0).any(0).float().mean()) == pytest.approx(0.4)
+
+
+def test_clipped_top_entries_drain_even_where_the_band_is_empty() -> None:
+    veil = Veil(ErrorFeedback(DualPrune(excess="clip")), {"w": torch.zeros(1000)}, guard=None)
+    grads = {"w": (torch.arange(1000) < 40).float()}  # 4 % of the entries, and the top takes 5 %
+    for _ in range(5):
+        payload = veil.seal(grads, 1)
+    assert torch.equal(unseal(payload)["w"], grads["w"])

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from gradveil import Veil, data, tree
 from gradveil.cli import app, commands
 from gradveil.core import Batch, Masks
-from gradveil.defenses import GaussianNoise
+from gradveil.defenses import GaussianNoise, Identity
 from gradveil.errors import ConfigError, StateError
 from gradveil.gradients import parameters
 from gradveil.training import Settings, Trainer, assemble, load_checkpoint
@@ -534,3 +534,45 @@ def test_the_papers_learning_rates() -> None:
     assert [lenet.rate(epoch) for epoch in (0, 49, 50, 69, 70, 99)] == [0.1, 0.1, 0.01, 0.01, 0.005, 0.005]
     assert [other.rate(epoch) for epoch in (0, 69, 70)] == [0.01, 0.01, 0.005]
     assert replace(TINY, lr="0.5, 3:0.1").rate(3) == 0.1
+
+
+class Silent(Identity):
+    """What a user might write: an Identity that sends nothing."""
+
+    def apply(self, grads: Any, state: Any, step: Any) -> Any:
+        return tree.zeros_like(grads), state
+
+
+def test_a_subclass_of_a_known_defense_is_not_taken_for_it(digits: data.Dataset) -> None:
+    job = assemble(replace(TINY, rounds=2), train=digits, model=convolution(), defense=Silent())
+    before = {name: p.clone() for name, p in job.model.named_parameters()}
+    list(FastTrainer(job))
+    assert all(torch.equal(p, before[name]) for name, p in job.model.named_parameters())
+
+
+def test_a_run_on_another_copy_of_the_data_is_not_continued(digits: data.Dataset, tmp_path: Path) -> None:
+    for engine in (Trainer, FastTrainer):
+        first = engine(assemble(replace(TINY, rounds=4), train=digits, model=convolution()))
+        first.advance() if isinstance(first, FastTrainer) else next(iter(first))
+        first.save(tmp_path / "c")
+        changed = replace(digits, images=digits.images.flip(0))
+        other = engine(assemble(replace(TINY, rounds=4), train=changed, model=convolution()))
+        with pytest.raises(ConfigError, match="another copy"):
+            other.load(tmp_path / "c")
+
+
+def test_continuing_a_fast_run_with_ten_users_keeps_every_bit(digits: data.Dataset, tmp_path: Path) -> None:
+    settings = replace(TINY, users=10, rounds=4, checkpoint_every=2)
+
+    def start() -> FastTrainer:
+        return FastTrainer(assemble(settings, train=digits, model=convolution()))
+
+    whole, half, rest = start(), start(), start()
+    list(whole)
+    while half.round < 2:
+        half.advance()
+    half.save(tmp_path / "c")
+    rest.load(tmp_path / "c")
+    list(rest)
+    whole.evaluate(), rest.evaluate()
+    assert all(torch.equal(t, rest.model.state_dict()[name]) for name, t in whole.model.state_dict().items())

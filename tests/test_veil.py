@@ -337,3 +337,25 @@ def test_protect_is_gradient_then_seal(rng: torch.Generator) -> None:
 def test_arguments_are_named_in_errors(make, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("open.x", torch.zeros(32, dtype=torch.uint8), "damaged"),
+        ("round", torch.tensor([1, 2]), "damaged"),
+        ("state.residual.w", torch.full((4,), float("nan")), "NaN"),
+        ("state.residual.w", torch.zeros(4, dtype=torch.float16), r"float16 \(4,\), expected float32"),
+    ],
+)
+def test_a_damaged_state_is_refused_and_changes_nothing(name: str, value: torch.Tensor, complaint: str) -> None:
+    params = {"w": torch.zeros(4)}
+    saved = Veil(dgp(), params, guard=None)
+    saved.seal({"w": torch.arange(4.0)}, 1)
+    veil = Veil(dgp(), params, guard=None)
+    before = veil.state_dict()
+    with pytest.raises(StateError, match=complaint):
+        veil.load_state_dict({**saved.state_dict(), name: value})
+    after = veil.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], t) for key, t in before.items())

@@ -120,8 +120,11 @@ class Defense(ABC, Named):
         cast = {name: sent[name].to(grad.dtype) for name, grad in grads.items()}
         return cast, {name: total[name] - cast[name] for name in total}, state
 
-    def take_back(self, sent: Grads, state: State) -> State:
-        """Return the state as if `sent` had never been delivered; needs a residual to put it in."""
+    def take_back(self, sent: Grads, state: State, *, newest: bool = False) -> State:
+        """Return the state as if `sent` had never been delivered; needs a residual to put it in.
+
+        `newest` says that nothing was sent since. A tensor that did arrive may be given as zeros.
+        """
         raise NeedError(f"{self.key()} keeps no residual, so an upload cannot be taken back: wrap it in ErrorFeedback")
 
     def residual(self, state: State) -> Grads | None:

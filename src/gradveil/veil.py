@@ -81,11 +81,16 @@ class Veil:
         Raises:
             GuardError: the model looks manipulated. Nothing is computed on it and no state changes.
         """
+        before = self._seen
         self.admit(model, tuple(batch.inputs.shape[1:]))
-        batch = self.prepare(model, batch)
-        compute = per_example_gradient if "per_example" in self.defense.needs else gradient
-        grads = compute(model, loss_fn, batch)
-        return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
+        try:
+            batch = self.prepare(model, batch)
+            compute = per_example_gradient if "per_example" in self.defense.needs else gradient
+            grads = compute(model, loss_fn, batch)
+            return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
+        except Exception:
+            self._seen = before  # the same model may come again for another batch
+            raise
 
     def admit(self, model: nn.Module | Tensors, input_shape: tuple[int, ...] | None = None) -> None:
         """Let the guard look at the model of this round; `protect` does this by itself, `seal` does not.
@@ -143,7 +148,7 @@ class Veil:
                 f"or is more than {OPEN_UPLOADS} uploads old"
             )
         sent = wire.decode(payload.body, like=self._like, within=mask)
-        self._state = self.defense.take_back(sent, self._state)
+        self._state = self.defense.take_back(sent, self._state, newest=payload.round == self.round - 1)
         self.acknowledge(payload)
 
     def acknowledge(self, payload: Payload) -> None:
@@ -166,14 +171,21 @@ class Veil:
             odd = [*sorted(state.keys() ^ fresh.keys()), "round"]
             raise StateError(f"this state belongs to another defense or model (differs in {odd[0]})")
         for name, tensor in fresh.items():
-            if state[name].shape != tensor.shape or state[name].dtype != tensor.dtype:
-                raise StateError(f"{name} has shape {tuple(state[name].shape)}, expected {tuple(tensor.shape)}")
-        seen = tree.only("guard", saved)
-        self._seen = Seen.from_state_dict(seen) if seen else None
+            found, wanted = ((tuple(t.shape), str(t.dtype).removeprefix("torch.")) for t in (state[name], tensor))
+            if found != wanted:
+                raise StateError(f"{name} is {found[1]} {found[0]}, expected {wanted[1]} {wanted[0]}")
+            if state[name].is_floating_point() and not bool(torch.isfinite(state[name]).all()):
+                raise StateError(f"{name} holds NaN or infinity: restore an older state file")
         device = next((t.device for t in self._like.values()), torch.device("cpu"))
+        remembered = tree.only("guard", saved)
+        try:
+            seen = Seen.from_state_dict(remembered) if remembered else None
+            opened = {int(r): bytes(t.tolist()) for r, t in tree.only("open", saved).items()}
+            round_ = int(saved["round"])
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise StateError(f"this state is damaged: {error}") from error
         self._state = {name: state[name].to(device) for name in fresh}
-        self._open = {int(r): bytes(t.tolist()) for r, t in tree.only("open", saved).items()}
-        self.round = int(saved["round"])
+        self._seen, self._open, self.round = seen, opened, round_
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file that only its owner can read; a kill leaves the old file or the new one."""

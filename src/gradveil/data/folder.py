@@ -38,14 +38,14 @@ Labelled = tuple[Path, int]
 
 def _listing(root: Path) -> tuple[tuple[str, ...], list[Labelled], list[Labelled]]:
     if (root / "train").is_dir() and (root / "test").is_dir():
-        found = {part: _by_class(root / part) for part in ("train", "test")}
+        found = {part: _by_class(root / part, root.resolve().name) for part in ("train", "test")}
         classes = sorted(found["train"].keys() | found["test"].keys())
         train, test = (
             [(file, classes.index(name)) for name, files in found[part].items() for file in files]
             for part in ("train", "test")
         )
         return tuple(classes), train, test
-    by_class = _by_class(root)
+    by_class = _by_class(root, root.resolve().name)
     train, test = [], []
     for label, files in enumerate(by_class.values()):
         for i, file in enumerate(files):
@@ -53,9 +53,10 @@ def _listing(root: Path) -> tuple[tuple[str, ...], list[Labelled], list[Labelled
     return tuple(by_class), train, test
 
 
-def _by_class(folder: Path) -> dict[str, list[Path]]:
+def _by_class(folder: Path, alone: str) -> dict[str, list[Path]]:
+    """Return the pictures of each class; those of a folder without sub-folders are of the class `alone`."""
     groups = {child.name: _pictures(child) for child in sorted(folder.iterdir()) if child.is_dir()}
-    groups = {name: files for name, files in groups.items() if files} or {folder.name: _pictures(folder)}
+    groups = {name: files for name, files in groups.items() if files} or {alone: _pictures(folder)}
     if not any(groups.values()):
         raise ConfigError(f"{folder} holds no picture ({', '.join(sorted(SUFFIXES))})")
     return groups

@@ -55,7 +55,7 @@ class ErrorFeedback(Defense):
         sent, residual, inner = self.inner.feed_back(grads, residual, tree.only("inner", state), step)
         return sent, {**tree.under("residual", residual), **tree.under("inner", inner)}
 
-    def take_back(self, sent: Grads, state: State) -> State:
+    def take_back(self, sent: Grads, state: State, *, newest: bool = False) -> State:
         residual = tree.add(self._residual_for(sent, state), sent)
         return {**state, **tree.under("residual", residual)}
 
@@ -114,13 +114,13 @@ class Chain(Defense):
             after |= tree.under(str(i), inner)
         return grads, after
 
-    def take_back(self, sent: Grads, state: State) -> State:
+    def take_back(self, sent: Grads, state: State, *, newest: bool = False) -> State:
         # What failed to arrive belongs to the last part that remembers; earlier parts already let go of it.
         for i in reversed(range(len(self.parts))):
             inner = tree.only(str(i), state)
             if self.parts[i].residual(inner) is not None:
-                return {**state, **tree.under(str(i), self.parts[i].take_back(sent, inner))}
-        return super().take_back(sent, state)
+                return {**state, **tree.under(str(i), self.parts[i].take_back(sent, inner, newest=newest))}
+        return super().take_back(sent, state, newest=newest)
 
     def residual(self, state: State) -> Grads | None:
         held = [part.residual(tree.only(str(i), state)) for i, part in enumerate(self.parts)]

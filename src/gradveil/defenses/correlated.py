@@ -53,7 +53,7 @@ class CorrelatedNoise(DPNoise):
         for name, total in clipped_sum(grads, self.clip).items():
             fresh[name] = (std * normal_like(total, step.rng)).to(last[name].dtype)
             noise = fresh[name] - self.correlation * last[name]
-            sent[name] = (total + noise.to(total.dtype)) / max(len(grads[name]), 1)
+            sent[name] = ((total + noise.to(total.dtype)) / max(len(grads[name]), 1)).to(grads[name].dtype)
         return sent, tree.under("last", fresh)
 
 

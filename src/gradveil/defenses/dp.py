@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .. import check
 from ..core import Defense, Grads, Need, State, Step
@@ -12,11 +13,19 @@ from .noise import normal_like
 
 
 def clipped_sum(grads: Grads, clip: float) -> Grads:
-    """Return the sum of per-example gradients `[N, ...]`, each scaled down to norm `clip` over all tensors."""
-    rows = [g.float().reshape(len(g), math.prod(g.shape[1:])) for g in grads.values()]
+    """Return the sum of per-example gradients `[N, ...]`, each scaled down to norm `clip` over all tensors.
+
+    In float32 or wider: half precision would round some up beyond the clip, and the noise is measured by it.
+    """
+    wide = {name: _wide(g) for name, g in grads.items()}
+    rows = [g.reshape(len(g), math.prod(g.shape[1:])) for g in wide.values()]
     norms = torch.stack([row.square().sum(1) for row in rows]).sum(0).sqrt()
     scale = clip / norms.clamp_min(clip)
-    return {name: torch.tensordot(scale.to(g.dtype), g, dims=1) for name, g in grads.items()}
+    return {name: torch.tensordot(scale.to(g.dtype), g, dims=1) for name, g in wide.items()}
+
+
+def _wide(g: Tensor) -> Tensor:
+    return g.to(torch.promote_types(g.dtype, torch.float32))
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,8 @@ class DPNoise(Defense):
         std = self.noise_multiplier * self.clip
         sent = {}
         for name, total in clipped_sum(grads, self.clip).items():
-            sent[name] = (total + std * normal_like(total, step.rng)) / max(len(grads[name]), 1)
+            noisy = (total + std * normal_like(total, step.rng)) / max(len(grads[name]), 1)
+            sent[name] = noisy.to(grads[name].dtype)
         return sent, state
 
 
@@ -82,10 +92,12 @@ class ClipNoise(Defense):
         return True
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
-        norm = torch.stack([g.float().square().sum() for g in grads.values()]).sum().sqrt()
+        wide = {name: _wide(g) for name, g in grads.items()}
+        norm = torch.stack([g.square().sum() for g in wide.values()]).sum().sqrt()
         scale = self.clip / norm.clamp_min(self.clip)
         std = self.noise_multiplier * self.clip
-        return {n: g * scale.to(g.dtype) + std * normal_like(g, step.rng) for n, g in grads.items()}, state
+        noisy = {name: g * scale.to(g.dtype) + std * normal_like(g, step.rng) for name, g in wide.items()}
+        return {name: g.to(grads[name].dtype) for name, g in noisy.items()}, state
 
 
 def epsilon(

@@ -65,13 +65,13 @@ class Hardened(Defense):
             raise ValueError(f"bits must be 0, 1, 2 or 3, got {self.bits}")
 
     def init(self, params: Grads) -> State:
-        # Examples since the last upload, and the RMS of their gradients, or before the first of them what the last
-        # upload leaves of its own; in the state, so that it is all in one place.
+        # Of each tensor: the least size of the next noise, the RMS of what waits to be sent, and of what was sent last.
         device = next((p.device for p in params.values()), None)
+        sizes = tree.tmap(lambda p: torch.zeros(1, device=p.device), params)
         return {
             **tree.under("residual", tree.zeros_like(params)),
-            **tree.under("size", tree.tmap(lambda p: torch.zeros(1, device=p.device), params)),
-            "mixed": torch.zeros((), dtype=torch.int64, device=device),
+            **{name: size for part in ("size", "waiting", "last") for name, size in tree.under(part, sizes).items()},
+            "mixed": torch.zeros((), dtype=torch.int64, device=device),  # examples since the last upload
         }
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
@@ -79,19 +79,26 @@ class Hardened(Defense):
         if not residual.keys() == size.keys() == grads.keys():
             raise StateError("the residual does not fit this gradient: start from defense.init(params)")
         count = 1 if self.examples == 1 else step.require_count(self.key())
-        join = torch.add if int(state["mixed"]) else torch.maximum
-        mixed, size = state["mixed"] + count, {n: join(size[n], rms(g.reshape(1, -1))[0]) for n, g in grads.items()}
+        mixed = state["mixed"] + count
+        # Sizes add up: the RMS of a sum of gradients cannot exceed the sum of theirs.
+        waiting = {n: w + rms(grads[n].reshape(1, -1))[0] for n, w in tree.only("waiting", state).items()}
         if int(mixed) < self.examples:
             held = tree.under("residual", tree.add(residual, grads))
-            return tree.zeros_like(grads), {**held, **tree.under("size", size), "mixed": mixed}
+            return tree.zeros_like(grads), {**state, **held, **tree.under("waiting", waiting), "mixed": mixed}
         noise = self.strength(sum(g.numel() for g in grads.values()))
+        used = {n: torch.maximum(size[n], waiting[n]) for n in grads}
         sent, held = {}, {}
         for name, g in grads.items():
             flat = [t.reshape(1, -1) for t in (g, residual[name], normal_like(g, step.rng))]
-            out, rest = self.release(flat[0], flat[1], flat[2], noise, size[name])
+            out, rest = self.release(flat[0], flat[1], flat[2], noise, used[name])
             sent[name], held[name] = out.view(g.shape), rest.view(g.shape)
-        least = tree.under("size", tree.tmap(lambda used: FASTEST_FALL * used, size))
-        return sent, {**tree.under("residual", held), **least, "mixed": torch.zeros_like(mixed)}
+        return sent, {
+            **tree.under("residual", held),
+            **tree.under("size", tree.tmap(lambda s: FASTEST_FALL * s, used)),
+            **tree.under("waiting", tree.zeros_like(waiting)),
+            **tree.under("last", waiting),
+            "mixed": torch.zeros_like(mixed),
+        }
 
     def strength(self, entries: int) -> float:
         """Return the noise, in units of the RMS, for a gradient of so many entries in all its tensors."""
@@ -102,8 +109,8 @@ class Hardened(Defense):
     ) -> tuple[Tensor, Tensor]:
         """Return (sent, next residual) of one tensor of several clients `[users, n]`, given standard normal noise.
 
-        `size` is the RMS of each client's gradient, or the sum over those that were mixed, which the RMS of their sum
-        cannot exceed.
+        `size` is what the noise is measured by: at least the RMS of each client's gradient, or the sum over those that
+        were mixed.
         """
         if not grads.numel():
             return grads, residual
@@ -117,8 +124,23 @@ class Hardened(Defense):
     def residual(self, state: State) -> Grads | None:
         return tree.only("residual", state)
 
-    def take_back(self, sent: Grads, state: State) -> State:
-        return {**state, **tree.under("residual", tree.add(tree.only("residual", state), sent))}
+    def take_back(self, sent: Grads, state: State, *, newest: bool = False) -> State:
+        # What comes back waits again: without its size the next noise would not cover it.
+        noise, last = self.strength(sum(s.numel() for s in sent.values())), tree.only("last", state)
+        lost = {n: last[n] * bool(s.any()) if newest else self._size_of(s, noise).to(last[n]) for n, s in sent.items()}
+        return {
+            **state,
+            **tree.under("residual", tree.add(tree.only("residual", state), sent)),
+            **tree.under("waiting", tree.add(tree.only("waiting", state), lost)),
+        }
+
+    def _size_of(self, sent: Tensor, noise: float) -> Tensor:
+        """Return, of one tensor that was sent, a size that what it carried cannot exceed: that of its noise."""
+        values = sent.float().abs().flatten()
+        values, levels = values[values > 0], self.levels(noise)
+        if not len(values):
+            return sent.new_zeros(1)
+        return (values.min() / levels[0] if levels else values.max()).view(1) / noise
 
     def levels(self, noise: float) -> list[float]:
         """Return the magnitudes that can be sent, in units of its deviation; none if values are not rounded."""

@@ -77,8 +77,10 @@ class Outpost(Defense):
         count = select.band(pooled.numel(), 0.0, 1.0 - self.noise_share)[1] if self.noise_share else 0
         if not count:
             return {name: torch.zeros_like(score, dtype=torch.bool) for name, score in scores.items()}
-        threshold = pooled.topk(count).values[-1]
-        return {name: score >= threshold for name, score in scores.items()}
+        chosen = torch.zeros_like(pooled, dtype=torch.bool)
+        chosen[pooled.topk(count).indices] = True  # not by the last one's score: many may share it
+        parts = chosen.split([score.numel() for score in scores.values()])
+        return {name: part.view_as(score) for (name, score), part in zip(scores.items(), parts, strict=True)}
 
 
 def _score(g: Tensor) -> Tensor:

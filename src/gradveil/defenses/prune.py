@@ -83,8 +83,17 @@ class DualPrune(_BandPrune):
     def _with_clipped_top(self, grads: Grads, band: Grads) -> Grads:
         from_top = [(0, top + kept) for top, kept in self._bands(grads)]
         kept = select.prune(list(grads.values()), from_top)
-        limits = [b.abs().max() if b.numel() else b.sum() for b in band.values()]
+        limits = [_limit(b, k) for b, k in zip(band.values(), kept, strict=True)]
         return {name: k.clamp(-limit, limit) for name, k, limit in zip(grads, kept, limits, strict=True)}
+
+
+def _limit(band: Tensor, kept: Tensor) -> Tensor:
+    """Return the largest size in the band; where that holds only zeros, the smallest at the top: something must go."""
+    if not band.numel():
+        return band.sum()
+    largest, sizes = band.abs().max(), kept.abs()
+    smallest = torch.where(sizes > 0, sizes, sizes.max()).min()
+    return torch.where(largest > 0, largest, smallest)
 
 
 @dataclass(frozen=True)

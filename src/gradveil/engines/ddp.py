@@ -185,7 +185,7 @@ class RankVeil:
         """Keep what was to be sent for parameters no rank used: DDP leaves their grad at None and would drop it."""
         lost = {name: g if name in unused else torch.zeros_like(g) for name, g in sent.items()}
         if self.defense.residual(state) is not None:
-            state = self.defense.take_back(lost, state)
+            state = self.defense.take_back(lost, state, newest=True)
         return tree.sub(sent, lost), state
 
     def _land(self) -> None:

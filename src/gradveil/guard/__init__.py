@@ -167,7 +167,7 @@ bias=True)'): no gradient is computed on it
     ) -> str | None:
         weight = weight.detach().flatten(1)
         chosen = torch.randperm(len(weight), generator=rng, device=rng.device)[:ROWS].to(weight.device)
-        rows = weight.index_select(0, chosen).float()
+        rows = weight.index_select(0, chosen).double()
         if rows.shape[1] < FEWEST_COLUMNS:
             return None
         columns = rows[:SOME].square().sum(0).sqrt()
@@ -176,7 +176,13 @@ bias=True)'): no gradient is computed on it
             return f"outgoing weights {gain:.0f} times as large as the middle one (decoys)"
         if len(rows) < FEWEST_ROWS:
             return None
-        bias = None if bias is None else bias.detach()[chosen].float()
+        # A unit's gradient does not tell how large its weights are, so a planted row may be as small as it likes.
+        size = rows.abs().amax(1)
+        size = torch.where(size > 0, size, torch.ones_like(size))
+        rows = (rows / size[:, None]).float()
+        # A transposed convolution has its outputs in the second dimension: its bias says nothing about rows.
+        fits = bias is not None and bias.shape == weight.shape[:1]
+        bias = (bias.detach()[chosen].double() / size).float() if bias is not None and fits else None
         looks = [sketched(rows, rng)] + ([] if shape is None else [low_band(rows, shape)])
         widest = max(look.shape[1] for look in looks)
         looks = [F.pad(look, (0, widest - look.shape[1])) for look in looks]

@@ -1,5 +1,6 @@
 """What a client remembers of the models it was sent: their structure, and a few numbers of every weight."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -69,9 +70,10 @@ def watched(model: nn.Module | Tensors) -> Tensors:
 
 
 def changes(old: Tensor, new: Tensor) -> list[float]:
-    """Return the relative change of every tensor; 0 for one that was and is zero."""
+    """Return the relative change of every tensor; 0 for one that was and is zero, infinite where it cannot be told."""
+    old, new = old.double(), new.double()  # the squares of float32 overflow, and NaN would pass every limit
     size = torch.maximum(old.norm(dim=1), new.norm(dim=1)).clamp_min(torch.finfo(torch.float32).tiny)
-    changes: list[float] = ((new - old).norm(dim=1) / size).tolist()
+    changes: list[float] = ((new - old).norm(dim=1) / size).nan_to_num(nan=math.inf).tolist()
     return changes
 
 
@@ -83,10 +85,10 @@ def sketch(weights: Tensors, seed: int) -> Tensor:
     for t in weights.values():
         rows = t.reshape(len(t), -1)
         columns = torch.randint(rows.shape[1], (min(COLUMNS, rows.shape[1]),), generator=rng)
-        picked = rows.index_select(1, columns.to(t.device)).float().flatten()
+        picked = rows.index_select(1, columns.to(t.device)).double().flatten()
         picked = picked * signs[: len(picked)].to(t.device)
         sums.append(F.pad(picked, (0, -len(picked) % SKETCH)).view(-1, SKETCH).sum(0))
-    return torch.stack(sums).cpu() if sums else torch.zeros(0, SKETCH)
+    return torch.stack(sums).cpu() if sums else torch.zeros(0, SKETCH, dtype=torch.float64)
 
 
 def difference(now: tuple[str, ...], pinned: tuple[str, ...]) -> str:

@@ -114,7 +114,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
     save_strip(strip, torch.cat([_tiles(s, f, data) for s, f in zip(sent, found, strict=True)]))
     return {
         "definition": definition(cell),
-        "digests": {"test": data.digest},
+        "digests": {"test": data.digest} | ({"train": _train_digest(cell, root)} if cell.epochs else {}),
         "attack_used": to_text(attack),
         "n": cell.pictures,
         "victims": chosen,
@@ -127,6 +127,10 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         "bytes_up": sum(s.nbytes for s in sent) / len(sent),
         "bytes_dense": sum(g.numel() * g.element_size() for g in sent[0].grads.values()),
     }
+
+
+def _train_digest(cell: AttackCell, root: str | None) -> str:
+    return load_split(cell.data, "train", root).digest
 
 
 def _subject(

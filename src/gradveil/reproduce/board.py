@@ -14,7 +14,7 @@ HEAD = """# Leaderboard
 
 How much of a private picture the strongest recorded attacker recovers who knows the defense, what the defense costs in
 accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy, "blind" is what a guess reaches that
-never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so. The best defenses
+never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so. Best defenses
 come first: those whose worst score lies least above blind guessing.
 
 {threats}

@@ -8,7 +8,7 @@ from typing import Any
 from .cells import CostCell, TrainingCell, key
 from .figures import Figure, deviations, figures_of, results_of, shown, summarise
 from .scales import SCALES
-from .store import load, on_original
+from .store import OTHER_COPY, load, on_original
 from .tables import TABLES, Entry, entries
 
 Found = dict[str, Figure]
@@ -175,7 +175,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def _other_copies(folder: Path) -> str:
-    files = [*(folder / "full").glob("*.json"), *(folder / "other-copy").glob("*.json")]
+    files = [*(folder / "full").glob("*.json"), *(folder / OTHER_COPY).glob("*.json")]
     rows = [["cell", "accuracy, %", "SSIM", "LPIPS", "n", "run"]]
     for path in sorted(files, key=lambda path: path.name):
         result = load(path)

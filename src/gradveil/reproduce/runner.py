@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from .. import cost as costs
 from .. import paper, record
 from ..attacks.progress import Progress, watch
-from ..data.cifar import LAYOUTS
+from ..data import is_original
+from ..data.cifar import LAYOUTS, find_folder
 from ..errors import ConfigError, GradveilError, NeedError
 from ..training.job import pick_device
 from . import attacked, store, trained
@@ -82,17 +84,18 @@ def run(
 
 
 def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
-    path = store.path_of(session.folder, session.scale.name, cell)
-    if not isinstance(cell, TrainingCell) and path.exists():
-        known = store.load(path)
-        if is_of(known, cell) and _of_these_pictures(known, session):
-            return Outcome(cell, "recorded")  # a result of another definition is run again
+    at_hand = copy_at_hand(_data_of(cell), session.root)
+    original = at_hand is None or is_original(_data_of(cell), {"test": at_hand})
+    place = session.scale.name if original else store.OTHER_COPY
+    path = store.path_of(session.folder, place, cell)
     if isinstance(cell, TrainingCell):
-        runs = trained.recorded(session.folder, cell, session.scale.name)
-        if any(r["settings"]["seed"] == cell.seed and _of_these_pictures(r, session) for r in runs):
-            return Outcome(cell, "recorded")
-        if not session.train and session.scale.name != "quick":
-            return Outcome(cell, "untrained", note=trained.command(cell))
+        known = [r for r in trained.recorded(session.folder, cell, place) if r["settings"]["seed"] == cell.seed]
+    else:  # a result of another definition is run again
+        known = [r for r in ([store.load(path)] if path.exists() else []) if is_of(r, cell)]
+    if any(store.on_original(r) if original else r.get("digests", {}).get("test") == at_hand for r in known):
+        return Outcome(cell, "recorded")
+    if isinstance(cell, TrainingCell) and not session.train and session.scale.name != "quick":
+        return Outcome(cell, "untrained", note=trained.command(cell))
     if session.left <= took.get(key(cell).partition("_")[0], 0.0):
         return Outcome(cell, "no time")
     if isinstance(cell, AttackCell):
@@ -114,16 +117,22 @@ def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
     return Outcome(cell, "done", seconds)
 
 
-def _of_these_pictures(result: dict[str, Any], session: Session) -> bool:
-    """Say whether a result on a dataset that has copies is of the copy at hand, or of the original if none is."""
-    name = (result.get("settings") or result["cell"]).get("data")
-    if name not in LAYOUTS:
-        return True
-    try:
-        at_hand = attacked.load_split(name, "test", session.root).digest
-    except ConfigError:
-        return True
-    return bool(result.get("digests", {}).get("test") == at_hand)
+def _data_of(cell: Cell) -> str:
+    match cell:
+        case AttackCell():
+            return cell.data
+        case TrainingCell():
+            return cell.settings.data
+    return ""
+
+
+@lru_cache(maxsize=8)
+def copy_at_hand(name: str, root: str | None) -> str | None:
+    """Return the digest of the test pictures of a dataset that has copies; None if it has none, or is not here yet."""
+    layout = LAYOUTS.get(name)
+    if layout is None or find_folder(layout, root) is None:
+        return None
+    return attacked.load_split(name, "test", root).digest
 
 
 def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:

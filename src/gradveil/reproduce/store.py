@@ -16,12 +16,13 @@ from ..data import is_original
 from ..errors import ConfigError
 from .cells import Cell, key
 
+OTHER_COPY = "other-copy"  # folder of results on copies of a dataset that are not the original
 STRIP = 20  # pictures in a strip at most
 
 
-def path_of(folder: Path, scale: str, cell: Cell) -> Path:
-    """Return where the result of a cell lies."""
-    return folder / scale / f"{key(cell)}.json"
+def path_of(folder: Path, place: str, cell: Cell) -> Path:
+    """Return where the result of a cell lies; `place` is the name of a scale, or `OTHER_COPY`."""
+    return folder / place / f"{key(cell)}.json"
 
 
 def write(path: Path, result: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from ..training import Settings
 from ..training.run import run
 from . import store
 from .cells import TrainingCell, key
-from .weights import RUNS
+from .weights import RUNS, copy_of
 
 # What may differ between a run and the table it stands in: where and how fast it ran, not what was trained.
 FREE = frozenset(
@@ -22,20 +22,21 @@ ENDED = ("finished", "diverged")  # that a defense cannot be trained with is a r
 MOST = 100  # points of a curve that are kept
 
 
-def recorded(folder: Path, cell: TrainingCell, scale: str) -> list[dict[str, Any]]:
+def recorded(folder: Path, cell: TrainingCell, place: str) -> list[dict[str, Any]]:
     """Return every run that ended with the cell's settings, whatever its seed, in the order of the seeds.
 
-    Runs lie in `training/` as `gradveil train` writes them, and among the results of a scale; of two with the same seed
-    the one on the original data counts.
+    Runs on the original data lie in `training/` as `gradveil train` writes them, and among the results of a scale;
+    those on other copies in a place of their own.
     """
-    files = [*(folder / "training").glob("**/*.json"), *(folder / scale).glob(f"{cell.stem}_seed*.json")]
+    apart = place == store.OTHER_COPY
+    files = [*([] if apart else (folder / "training").glob("**/*.json"))]
+    files += (folder / place).glob(f"{cell.stem}_seed*.json")
     found: dict[int, dict[str, Any]] = {}
     for path in sorted(files):
         result = store.load(path)
-        if result.get("kind") == "training" and result.get("status") in ENDED and _same(result, cell.settings):
-            seed = int(result["settings"]["seed"])
-            if seed not in found or (store.on_original(result) and not store.on_original(found[seed])):
-                found[seed] = result
+        ended = result.get("kind") == "training" and result.get("status") in ENDED
+        if ended and store.on_original(result) != apart and _same(result, cell.settings):
+            found.setdefault(int(result["settings"]["seed"]), result)
     return [found[seed] for seed in sorted(found)]
 
 
@@ -54,7 +55,8 @@ def _same(result: dict[str, Any], wanted: Settings) -> bool:
 def perform(cell: TrainingCell, *, root: str | None, device: str, minutes: float | None) -> dict[str, Any]:
     """Train, going on from an earlier sitting, and return the result; raises `TimeoutError` if time ran out."""
     values = {**asdict(cell.settings), "root": root or "", "device": device}
-    result = run(Settings(**values), RUNS / key(cell), resume=True, minutes=minutes)
+    folder = RUNS / f"{key(cell)}_{copy_of(cell.settings.data, root)}"
+    result = run(Settings(**values), folder, resume=True, minutes=minutes)
     if result["status"] == "stopped":
         raise TimeoutError(f"stopped after {result['rounds_done']} rounds")
     curve = result["curve"]

@@ -1,10 +1,12 @@
 """Weights of trained models, for attacks after some epochs: trained once, kept, and gone on from."""
 
 import shutil
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
+from .. import data as datasets
 from ..core import Tensors
 from ..errors import ConfigError
 from ..training import Settings, load_checkpoint
@@ -13,6 +15,12 @@ from .cells import AttackCell
 from .scales import Scale
 
 RUNS = Path("runs") / "reproduce"
+
+
+@lru_cache(maxsize=4)
+def copy_of(data: str, root: str | None) -> str:
+    """Return a word for the copy of a dataset that is at hand: runs on two copies must not go on from each other."""
+    return datasets.load(data, split="train", root=root).digest[:8]
 
 
 def trained_weights(
@@ -34,7 +42,7 @@ def trained_weights(
         seed=cell.seed,
         **scale.weights,
     )
-    base = f"weights_{scale.name}_{cell.model}_{cell.data}_seed{cell.seed}"
+    base = f"weights_{scale.name}_{cell.model}_{cell.data}_{copy_of(cell.data, root)}_seed{cell.seed}"
     folder = RUNS / f"{base}_epochs{cell.epochs}"
     if not folder.exists():
         earlier = [e for e in scale.epochs if e < cell.epochs and (RUNS / f"{base}_epochs{e}" / CHECKPOINT).exists()]

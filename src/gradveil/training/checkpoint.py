@@ -31,6 +31,7 @@ class Checkpoint:
     momentum: Tensors
     users: list[Tensors]
     local: list[Tensors] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)  # of the data's splits
 
 
 def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
@@ -41,7 +42,12 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     for kind, parts in (("user", checkpoint.users), ("local", checkpoint.local)):
         for i, part in enumerate(parts):
             tensors |= tree.under(f"{kind}.{i}", part)
-    header = {"round": checkpoint.round, "settings": asdict(checkpoint.settings), "users": len(checkpoint.users)}
+    header = {
+        "round": checkpoint.round,
+        "settings": asdict(checkpoint.settings),
+        "users": len(checkpoint.users),
+        "digests": checkpoint.digests,
+    }
     # A clone, because safetensors refuses views that share memory.
     own = {name: t.detach().to("cpu", memory_format=torch.contiguous_format, copy=True) for name, t in tensors.items()}
     scratch = path.with_name(path.name + ".tmp")
@@ -78,12 +84,15 @@ def load_checkpoint(path: str | Path) -> Checkpoint:
         momentum=tree.only("momentum", tensors),
         users=[tree.only(f"user.{i}", tensors) for i in range(header["users"])],
         local=local if any(local) else [],
+        digests=header.get("digests", {}),
     )
 
 
-def require_same(saved: Settings, wanted: Settings) -> None:
-    """Raise `ConfigError` if a run was saved under settings that would make its continuation another run."""
+def require_same(saved: Checkpoint, wanted: Settings, digests: dict[str, str]) -> None:
+    """Raise `ConfigError` if a run was saved under settings, or on data, that make its continuation another run."""
     for f in fields(Settings):
-        old, new = getattr(saved, f.name), getattr(wanted, f.name)
+        old, new = getattr(saved.settings, f.name), getattr(wanted, f.name)
         if f.name not in MAY_CHANGE and old != new:
             raise ConfigError(f"the checkpoint was written with {f.name} = {old!r}, not {new!r}: choose another folder")
+    if saved.digests and saved.digests != digests:  # the root may change, not what lies there
+        raise ConfigError(f"the checkpoint was written on another copy of {wanted.data}: choose another folder")

@@ -120,6 +120,7 @@ class FastTrainer:
         saved = Checkpoint(
             round=self.round,
             settings=self.job.settings,
+            digests=self.job.digests,
             model=dict(self.model.state_dict()),
             momentum=compute.layout.views(self._momentum),
             users=[{**tree.under("state", state), "round": done} for state in self._protector.states()],
@@ -130,7 +131,7 @@ class FastTrainer:
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint written under the same settings."""
         saved = load_checkpoint(path)
-        require_same(saved.settings, self.job.settings)
+        require_same(saved, self.job.settings, self.job.digests)
         if saved.momentum.keys() != self._compute.layout.shapes.keys():
             raise StateError(f"the checkpoint {path} belongs to another model")
         self.model.load_state_dict(saved.model)  # writes through to the flat weights
@@ -174,7 +175,9 @@ class FastTrainer:
     def _publish(self) -> None:
         """Bring the model's buffers up to date; its parameters are views of the flat weights."""
         compute = self._compute
-        common = compute.buffer_layout.views(compute.statistics.mean(0))
+        # Rows that are equal already must not be averaged: rounding would make a continued run another one.
+        alone = self.job.settings.batchnorm != "local"
+        common = compute.buffer_layout.views(compute.statistics[0] if alone else compute.statistics.mean(0))
         for name, buffer in self.model.named_buffers():
             if name in common:
                 buffer.copy_(common[name])

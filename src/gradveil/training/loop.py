@@ -94,12 +94,13 @@ class Trainer:
         """Write a checkpoint, atomically."""
         users = [veil.state_dict() for veil in self.veils]
         state = dict(self.model.state_dict())
-        save_checkpoint(path, Checkpoint(self.round, self.job.settings, state, self.momentum, users, self._local))
+        run = (self.round, self.job.settings, state, self.momentum, users, self._local, self.job.digests)
+        save_checkpoint(path, Checkpoint(*run))
 
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint written under the same settings."""
         saved = load_checkpoint(path)
-        require_same(saved.settings, self.job.settings)
+        require_same(saved, self.job.settings, self.job.digests)
         if saved.momentum.keys() != self.momentum.keys() or len(saved.users) != len(self.veils):
             raise StateError(f"the checkpoint {path} belongs to another model")
         self.model.load_state_dict(saved.model)

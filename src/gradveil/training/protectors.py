@@ -292,10 +292,10 @@ class Each(Protector):
 
 def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
     """Return the fastest protector that does what `defense` does."""
-    operator = defense.inner if isinstance(defense, ErrorFeedback) else defense
-    if isinstance(operator, Identity):
-        return Open(defense, rows)
     # Exact types: a subclass may do more than its parent.
+    operator = defense.inner if type(defense) is ErrorFeedback else defense
+    if type(operator) is Identity:
+        return Open(defense, rows)
     if type(operator) is TopK or (type(operator) is DualPrune and operator.excess == "hold"):
         return Band(defense, operator, rows)
     if type(operator) is AlignedDualPrune:
