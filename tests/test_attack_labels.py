@@ -8,7 +8,7 @@ import torch
 
 from gradveil.attacks.labels import classifier_gradient, from_consistency, infer_labels
 from gradveil.core import Batch
-from gradveil.defenses import DualPrune, GaussianNoise, TopK
+from gradveil.defenses import ClipNoise, DualPrune, GaussianNoise, TopK, dgp
 from gradveil.errors import NeedError
 
 from .attack_kit import batch, fedavg, model, uploads
@@ -54,6 +54,18 @@ def test_repeated_labels_in_a_batch(name):
     labels = torch.tensor([3, 3, 3, 5, 5, 7, 1, 0])
     repeated = [Batch(picture.inputs, labels), Batch(picture.inputs, labels.flip(0) + 2)]
     assert right(uploads(model(name), repeated, labels=False), repeated) >= 0.8
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp"])
+def test_batches_whose_classifier_was_pruned(name):
+    some = [batch(i, 8) for i in range(0, 40, 8)]
+    assert right(uploads(model(name), some, dgp(), labels=False), some) >= 0.8
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp"])
+def test_batches_whose_gradient_was_clipped(name):
+    some = [batch(i, 8) for i in range(0, 40, 8)]
+    assert right(uploads(model(name), some, ClipNoise(0.1, 0.0), labels=False), some) >= 0.9
 
 
 def test_an_update_of_several_local_steps():

@@ -15,6 +15,7 @@ from .space import box, device_of
 HOLES = 0.4  # share of exact zeros from which a gradient counts as pruned
 INTACT = 1e-2  # how closely the label's row of an untouched gradient balances the others
 PROBES = 8  # random pictures that show which signs the features can have
+SHRINKAGES = 200  # guesses at what clipping left of a gradient, from all of it to 1e-4
 SCALES = 61  # guesses at the length of the features, from 1e-3 to 1e3
 
 
@@ -76,9 +77,11 @@ def from_batch(weight: Tensor, bias: Tensor | None, layer: nn.Linear, features: 
         absent = factor > 0
         shown = weight[absent].sum(0) / factor[absent].sum().clamp_min(1e-30)
         p = torch.softmax(layer(shown), 0).detach() if bool(absent.any()) else torch.softmax(layer(features), 1).mean(0)
+        factor = factor / shrinkage(p, factor, count)
     else:
         typical = features.mean(0)
-        factor = weight @ typical / typical.square().sum().clamp_min(1e-30)
+        factor = weight @ typical / ((weight != 0).to(typical) @ typical.square()).clamp_min(1e-30)
+        factor = factor if bias is None else torch.where(bias != 0, bias, factor)
         p = torch.softmax(layer(features), 1).mean(0).detach()
     missing = count * (p - factor)
     found = []
@@ -87,6 +90,18 @@ def from_batch(weight: Tensor, bias: Tensor | None, layer: nn.Linear, features: 
         found.append(lowest)
         missing[lowest] -= 1
     return torch.tensor(sorted(found), device=weight.device)
+
+
+def shrinkage(p: Tensor, factor: Tensor, count: int) -> Tensor:
+    """Return by what the factors were multiplied, as far as that can be told: clipping shrinks a gradient.
+
+    The right multiple, and few others, makes the classes' numbers of examples whole, none negative, `count` in all.
+    """
+    scales = torch.logspace(0, -4, SHRINKAGES, device=factor.device)
+    numbers = count * (p - factor / scales[:, None])
+    whole = numbers.round().clamp_min(0)
+    misfit = (numbers - whole).square().sum(1) + (whole.sum(1) - count).square()
+    return scales[misfit.argmin()]
 
 
 def features_of_noise(seen: Observation, layer: nn.Linear) -> Tensor:
