@@ -133,7 +133,7 @@ def make_report(
         originals=[Original(i, f"class {i}{hostile}", _png(p)) for i, p in enumerate(pictures)],
         columns=[
             ColumnInfo("diagnostic", "eval", 1, 0, list(range(n)), {"labels": True, "defense": True}),
-            ColumnInfo("realistic", "train", n, 4, list(range(n)), {"labels": False, "defense": True}),
+            ColumnInfo("realistic", "train", n // 2, 4, list(range(n)), {"labels": False, "defense": True}),
         ],
         floors=[Floor(c, "grey", {"ssim": floor}) for c in COLUMNS],
         attacks=attacks,

@@ -80,6 +80,26 @@ def test_report_and_compare(report: Report, tmp_path) -> None:
     assert "setting seed: 0 before, 1 after" in changed.output
 
 
+def test_a_leak_in_one_column_does_not_hide_the_other(report: Report, tmp_path) -> None:
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    at = ("realistic", "topk")
+    calm = [
+        replace(r, scores={"ssim": r.floor}, contrast=[0.0] * 4, identified=[False] * 4)
+        if (r.column, r.defense) == at
+        else r
+        for r in report.rows
+    ]
+    before = replace(report, rows=calm)
+    verdicts = [{(j.defense, j.column): j.verdict for j in judge(r)} for r in (before, report)]
+    assert [v["topk", "realistic"] for v in verdicts] == ["holds", "leaks"]
+    assert [v["topk", None] for v in verdicts] == ["leaks", "leaks"]
+    before.save(old)
+    replace(report, judgements=before.judgements).save(new)  # the rows count, not the verdicts in the file
+    changed = run(app, ["compare", str(old), str(new)])
+    assert changed.exit_code == 1, changed.output
+    assert run(app, ["compare", str(new), str(old)]).exit_code == 0
+
+
 MODEL = """
 from torch import nn
 

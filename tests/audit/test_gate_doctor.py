@@ -52,6 +52,19 @@ def test_gate_fails_on_what_was_not_measured(report: Report) -> None:
     assert failures(alone, Thresholds(require="holds"))
 
 
+@pytest.mark.parametrize("limit", ["max_ssim", "max_lead", "max_picture_ssim"])
+def test_gate_fails_on_an_attack_without_result(report: Report, limit: str) -> None:
+    rows = [
+        replace(row, status="failed", scores={}) if (row.defense, row.attack) == ("hardened", "mask_aware") else row
+        for row in report.rows
+    ]
+    gone = [row for row in rows if row.status == "ok"]
+    wanted = [f"hardened: mask_aware has no result in the {c} column" for c in ("diagnostic", "realistic")]
+    for some in (rows, gone):
+        assert failures(replace(report, rows=some), Thresholds(**{limit: 1.0}), ["hardened"]) == wanted
+    assert failures(replace(report, rows=rows), Thresholds(max_bytes=1.0), ["hardened"]) == []
+
+
 def test_doctor_on_payloads() -> None:
     pruned = gradveil.Veil(gradveil.dgp(), PARAMS, seed=0).seal(grads(), 1)
     bare = gradveil.Veil(gradveil.Identity(), PARAMS, seed=0).seal(grads(), 1)

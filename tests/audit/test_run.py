@@ -129,6 +129,64 @@ def test_failures_are_rows_with_reasons() -> None:
 
 
 @dataclass(frozen=True)
+class Diverges(Attack):
+    """Reads a bare gradient, but gives no number under a defense."""
+
+    value: float
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        found = gradveil.attacks.LinearReadout().run(seen, rng)
+        return found if seen.defense == gradveil.Identity() else found._replace(inputs=found.inputs + self.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_an_attack_that_diverged_was_not_withstood(value: float) -> None:
+    found = gradveil.audit(defenses=["dgp"], attacks={"wild": Diverges(value)}, **QUICK)
+    row = found.find("diagnostic", "dgp", "wild")
+    assert (row.status, row.note) == ("failed", "the attack diverged (NaN) on 4 of 4 uploads")
+    assert found.judgement("none").verdict == "leaks"
+    assert found.judgement("dgp").verdict == "incomplete"
+
+
+def test_every_name_is_given_once_and_none_is_the_control() -> None:
+    for wrong, message in (
+        ({"defenses": ("x=dgp", "x=hardened")}, "two defenses are called 'x'"),
+        ({"attacks": ("x=blind", "x=linear_readout")}, "two attacks are called 'x'"),
+        ({"defenses": ("none=hardened",)}, "undefended control"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            subject(Plan(data="digits", **wrong))
+    with pytest.raises(ConfigError, match="undefended control"):
+        gradveil.audit(defenses={"none": gradveil.dgp()}, **QUICK)
+    assert list(subject(Plan(data="digits", defenses=("none", "dgp"))).defenses) == ["none", "dgp"]
+
+
+@dataclass(frozen=True)
+class OneModelOnly(gradveil.Defense):
+    """Knows the audited model's tensors by name, so that it breaks on every other."""
+
+    def apply(self, grads, state, step):
+        if grads["features.1.weight"].shape != (32, 64):
+            raise RuntimeError("not my model")
+        return grads, state
+
+
+def test_accuracy_that_cannot_be_measured_is_a_note() -> None:
+    settings = {**QUICK, "accuracy_rounds": 1}
+    found = gradveil.audit(defenses={"mine": OneModelOnly()}, attacks=READERS[:1], **settings)
+    assert next(d for d in found.defenses if d.name == "mine").accuracy is None
+    assert "Accuracy under mine was not measured: not my model" in found.notes
+
+
+def test_accuracy_rounds_may_change_when_an_audit_goes_on() -> None:
+    plan = Plan(defenses=("dgp",), attacks=("linear_readout",), **{**QUICK, "accuracy_rounds": 1})
+    done = Audit(plan, subject(plan)).run()
+    again = Audit(replace(plan, accuracy_rounds=0), subject(plan), before=done).run()
+    assert again.rows == done.rows
+    assert [d.accuracy for d in again.defenses] == [None, None]  # of another training
+
+
+@dataclass(frozen=True)
 class NeverSends(gradveil.Defense):
     def apply(self, grads, state, step):
         raise RuntimeError("no upload today")
@@ -212,7 +270,7 @@ def test_interrupt_keeps_what_is_done_and_resume_goes_on(tmp_path) -> None:
 
 @pytest.fixture(scope="module")
 def planted() -> Report:
-    settings = {**QUICK, "model": "lenet", "pictures": 2, "batch_size": 2, "round": 0}
+    settings = {**QUICK, "model": "lenet", "pictures": 4, "batch_size": 2, "round": 0}
     defenses = {"dgp": gradveil.dgp(), "drowned": gradveil.GaussianNoise(std=1e6)}
     return gradveil.audit(defenses=defenses, attacks=["rob"], **settings)
 
@@ -245,7 +303,7 @@ def test_the_setting_decides_which_of_both_is_judged(planted: Report) -> None:
 
 def test_a_guard_shares_the_credit() -> None:
     noise = "gaussian_noise(std=10.0)"
-    settings = {**QUICK, "pictures": 2, "guard": True}
+    settings = {**QUICK, "guard": True}
     found = gradveil.audit(defenses=[noise], attacks=["rob", READERS[0]], **settings)
     assert found.judgement(noise).verdict == "holds"
     assert gradveil.audit.to_markdown(found).startswith(

@@ -59,6 +59,15 @@ def test_refused_counts_as_nothing_recovered_but_not_as_withstood(report: Report
     assert verdict(refused(lambda r: r.defense == "hardened"), "hardened") == "incomplete"
 
 
+def test_one_upload_cannot_hold(report: Report) -> None:
+    columns = [replace(c, batch_size=len(c.pictures)) for c in report.columns]
+    single = replace(report, columns=columns)
+    assert verdict(single, "hardened") == "incomplete"
+    assert verdict(single, "dgp") == "leaks"  # a leak is a leak all the same
+    reasons = next(j.reasons for j in judge(single) if j.defense == "hardened" and j.column == "realistic")
+    assert reasons == ["one upload cannot show that nothing leaks: attack at least 8 pictures, better more"]
+
+
 def test_one_leaked_picture_among_many_is_a_leak() -> None:
     found = compare([0.1] * 19 + [0.95], [0.1] * 20, [False] * 20, chance=0.05)
     assert found.beats

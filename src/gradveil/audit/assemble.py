@@ -48,13 +48,16 @@ def subject(
         _load_weights(model, plan, saved)
     wanted = defenses or _named(DEFENSES, plan.defenses or _fallback(saved), "defense")
     wanted = {name: fitted(defense, victims) for name, defense in wanted.items()}
+    bare = build(DEFENSES, BASELINE, "defense")
+    if wanted.get(BASELINE, bare) != bare:
+        raise ConfigError(f"{BASELINE!r} is the name of the undefended control: give the defense another")
     return Subject(
         model=model.to(device),
         loss_fn=loss_fn,
         victims=victims,
         private=private,
         public=public,
-        defenses={BASELINE: build(DEFENSES, BASELINE, "defense"), **wanted},
+        defenses={BASELINE: bare, **wanted},
         attacks=dict(attacks or _named(ATTACKS, plan.attacks or DEFAULT_ATTACKS, "attack")),
         device=device,
         residuals=_residuals(plan, saved, wanted, victims),
@@ -73,7 +76,10 @@ def _named(table: Any, texts: Sequence[str], kind: str) -> dict[str, Any]:
     for text in texts:
         name, equals, rest = text.partition("=")
         own = bool(equals) and "(" not in name
-        found[name.strip() if own else text] = build(table, rest if own else text, kind)
+        name = name.strip() if own else text
+        if name in found:
+            raise ConfigError(f"two {kind}s are called {name!r}: give each a name of its own, such as other={text}")
+        found[name] = build(table, rest if own else text, kind)
     return found
 
 

@@ -4,15 +4,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .report import Judgement, Report
-from .verdict import MARGIN
+from .verdict import MARGIN, judge
 
 Kind = Literal["better", "worse", "same", "new", "gone"]
+SAID_FIRST: tuple[Kind, ...] = ("new", "gone", "worse", "better", "same")
 ORDER = {"leaks": 0, "incomplete": 1, "holds": 2}
 
 
 @dataclass(frozen=True)
 class Change:
-    """One defense before and after."""
+    """One defense before and after: in the column that changed, or overall if none did."""
 
     defense: str
     kind: Kind
@@ -23,11 +24,21 @@ class Change:
 def compare_reports(before: Report, after: Report) -> list[Change]:
     """Return one change for each defense of either report; better means that less was recovered.
 
-    The verdict decides; between equal verdicts a change of the worst mean SSIM below `MARGIN` counts as the same.
+    Columns are compared one by one, so that a leak in one cannot hide what another lost: a defense that is worse in
+    any column is worse. The verdict decides, worked out again from the rows; between equal verdicts a change of the
+    worst mean SSIM below `MARGIN` counts as the same.
     """
-    old = {j.defense: j for j in before.judgements if j.column is None}
-    new = {j.defense: j for j in after.judgements if j.column is None}
-    return [Change(name, _kind(old.get(name), new.get(name)), old.get(name), new.get(name)) for name in {**old, **new}]
+    old = {(j.defense, j.column): j for j in judge(before)}
+    new = {(j.defense, j.column): j for j in judge(after)}
+    found: dict[str, list[Change]] = {}
+    for name, column in {**old, **new}:
+        was, now = old.get((name, column)), new.get((name, column))
+        if column is None:
+            kind: Kind = "new" if was is None else "gone" if now is None else "same"
+        else:
+            kind = _kind(was, now)
+        found.setdefault(name, []).append(Change(name, kind, was, now))
+    return [min(changes, key=lambda change: SAID_FIRST.index(change.kind)) for changes in found.values()]
 
 
 def settings_changed(before: Report, after: Report) -> dict[str, tuple[object, object]]:

@@ -15,7 +15,7 @@ from .plan import Plan, Subject, is_active, is_adaptive
 from .report import AttackInfo, DefenseInfo, FastScore, Original, Report
 from .risk import rank_correlation
 
-MAY_CHANGE = frozenset({"budget", "device"})  # settings a resumed audit may change
+MAY_CHANGE = frozenset({"budget", "device", "accuracy_rounds"})  # settings a resumed audit may change
 
 
 def metric_ends(scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,6 +62,8 @@ def resumed(fresh: Report, before: Report) -> Report:
     if [d.text for d in before.defenses] != [d.text for d in fresh.defenses]:
         raise ConfigError("the audit to resume had other defenses: choose another folder")
     rows = [row for row in before.rows if row.status in ("ok", "refused")]
+    if before.settings.get("accuracy_rounds") != fresh.settings["accuracy_rounds"]:
+        before = replace(before, defenses=[replace(d, accuracy=None) for d in before.defenses])
     return replace(before, rows=rows, settings=fresh.settings, environment=fresh.environment, cut=[], findings=[])
 
 

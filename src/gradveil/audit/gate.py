@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..errors import ConfigError
 from .report import COLUMNS, Column, Report
-from .verdict import BASELINE, judge
+from .verdict import BASELINE, against_floor, counted, judge
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,11 @@ class Thresholds:
     min_accuracy: float | None = None
     require: str | None = None  # a verdict
     columns: tuple[Column, ...] = COLUMNS
+
+    @property
+    def on_leaks(self) -> bool:
+        """Whether anything limits what attacks recover."""
+        return any(limit is not None for limit in (self.max_ssim, self.max_picture_ssim, self.max_lead))
 
 
 def failures(report: Report, limits: Thresholds, defenses: Sequence[str] = ()) -> list[str]:
@@ -53,6 +58,10 @@ def _check(report: Report, limits: Thresholds, name: str) -> list[str]:
             f"{name}: best recovered picture in the {column} column", part.worst_picture, limits.max_picture_ssim
         )
         out += _over(f"{name}: lead over blind guessing in the {column} column", lead, limits.max_lead)
+        if limits.on_leaks:
+            out += [
+                f"{name}: {attack} has no result in the {column} column" for attack in _silent(report, column, name)
+            ]
     info = next(d for d in report.defenses if d.name == name)
     share = max((u.bytes_sent / u.bytes_dense for u in info.uploads), default=None)
     out += _over(f"{name}: share of bytes sent", share, limits.max_bytes)
@@ -60,6 +69,12 @@ def _check(report: Report, limits: Thresholds, name: str) -> list[str]:
         got = "was not measured" if info.accuracy is None else f"is {info.accuracy:.3f}"
         out.append(f"{name}: accuracy {got}, at least {limits.min_accuracy:g} is required")
     return out
+
+
+def _silent(report: Report, column: Column, defense: str) -> list[str]:
+    """Return the attacks that failed, were cut or never ran: what they would have recovered is not known."""
+    rows = {attack.name: counted(report, column, defense, attack.name) for attack in report.attacks}
+    return [attack for attack, row in rows.items() if row is None or against_floor(report, row) is None]
 
 
 def _over(what: str, value: float | None, limit: float | None) -> list[str]:

@@ -5,6 +5,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -55,6 +56,7 @@ class Audit:
         if before is not None:
             self.report = draft.resumed(self.report, before)
         self._earlier_seconds = self.report.seconds
+        self._unmeasured: list[str] = []
         self._uploads: tuple[tuple[Column, str], list[Sent]] | None = None
 
     def run(self) -> Report:
@@ -161,6 +163,9 @@ class Audit:
         with watch(lambda p: self._watch(cell, p), every=WATCH_EVERY):
             self._say(_name(cell))
             found = attack.run_many([s.seen for s in sent], rngs)
+        diverged = sum(not bool(f.inputs.isfinite().all()) for f in found)
+        if diverged:  # an attack that broke down was not withstood
+            return {"status": "failed", "note": f"the attack diverged (NaN) on {diverged} of {len(found)} uploads"}
         return self.scorer.row(sent, found)
 
     def _floor(self, column: Column) -> list[float]:
@@ -200,7 +205,10 @@ class Audit:
             left = self._left()
             if known.accuracy is None and (left is None or left > 0):
                 self._say(f"accuracy under {known.name}")
-                value = accuracy.measure(self.subject.defenses[known.name], rounds, self.plan.seed, like)
+                defense = self.subject.defenses[known.name]
+                value, error = _attempt(partial(accuracy.measure, defense, rounds, self.plan.seed, like))
+                if error is not None:
+                    self._unmeasured.append(f"Accuracy under {known.name} was not measured: {error}")
                 fuller = replace(known, accuracy=value)
                 self._update(defenses=[fuller if d.name == known.name else d for d in self.report.defenses])
 
@@ -211,7 +219,8 @@ class Audit:
         ]
         cut = [f"{_name(row)}: {row.note.removeprefix('cut: ')}" for row in rows if row.note.startswith("cut: ")]
         self._update(rows=rows)
-        self._update(cut=cut, notes=draft.notes(self.report, self.subject), fast=draft.correlated(self.report))
+        notes = [*draft.notes(self.report, self.subject), *self._unmeasured]
+        self._update(cut=cut, notes=notes, fast=draft.correlated(self.report))
         self._update(findings=self._explain())
         self._say("done")
 

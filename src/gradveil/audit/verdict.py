@@ -10,8 +10,9 @@ An attack *beats* blind guessing when at least one of these is true, each measur
 4. contrast: pictures look more like the guess made for them than like the guesses the same attack made for other
    uploads, by more than `OWN` SSIM and `t` standard errors. This finds leaks under noise that a blind guess outscores.
 
-A defense *leaks* if any attack beats blind guessing. It *holds* only if every attack ran, each beats blind guessing
-without the defense, and none does with it. Everything else is *incomplete*. Holding is a statement about these attacks
+A defense *leaks* if any attack beats blind guessing. It *holds* only if every attack ran on two uploads or more (on one
+most parts of the rule can never be true), each beats blind guessing without the defense, and none does with it.
+Everything else is *incomplete*. Holding is a statement about these attacks
 on these pictures, not a proof. What a guard refuses was not withstood by the defense behind it: with refusals only, the
 verdict is *incomplete*.
 """
@@ -141,6 +142,11 @@ def _judge_column(report: Report, defense: str, column: Column) -> Judgement:
             missing.append(f"{attack.name} is not shown to work here without a defense")
     if tests and refused == len(tests):
         missing.append("the guard refused every attack, so the defense itself was not attacked: add a passive attack")
+    setting = report.column(column)
+    if len(setting.pictures) <= setting.batch_size:
+        missing.append(
+            f"one upload cannot show that nothing leaks: attack at least {2 * setting.batch_size} pictures, better more"
+        )
     verdict: Verdict = "leaks" if beaten else "incomplete" if missing or not tests else "holds"
     worst = max(tests, key=lambda name: tests[name].mean, default=None)
     reasons = beaten if beaten else missing or [f"no attack beats blind guessing ({guess})"]

@@ -75,7 +75,7 @@ def audit(
         out.print(f"- {item}", markup=False, highlight=False)
     out.print(f"The report: {page.resolve().as_uri()}", highlight=False, soft_wrap=True)
     if any(row.status == "failed" for row in report.rows):
-        err.print("[red]an attack failed[/]: its traceback is in the report")
+        err.print("[red]an attack failed[/]: the report says how")
         raise typer.Exit(1)
 
 
@@ -125,14 +125,16 @@ def compare(
 ) -> None:
     """Show what changed between two reports; exit code 1 if a defense got worse."""
     old, new = Report.load(before), Report.load(after)
-    table = Table("defense", "", "verdict before", "after", "worst SSIM before", "after")
+    table = Table("defense", "", "where", "verdict before", "after", "worst SSIM before", "after")
     changes = compare_reports(old, new)
     colours = {"worse": "red", "better": "green"}
     for change in changes:
         verdicts = [j.verdict if j else "–" for j in (change.before, change.after)]
         scores = [words.number(j.worst if j else None) for j in (change.before, change.after)]
         kind = f"[{colours[change.kind]}]{change.kind}[/]" if change.kind in colours else change.kind
-        table.add_row(escape(change.defense), kind, *verdicts, *scores)
+        either = change.after or change.before
+        where = either.column if either and either.column else "overall"
+        table.add_row(escape(change.defense), kind, where, *verdicts, *scores)
     out.print(table)
     for key, (a, b) in settings_changed(old, new).items():
         out.print(f"setting {key}: {a!r} before, {b!r} after", markup=False, highlight=False)
