@@ -8,7 +8,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from gradveil.cli import app, commands  # noqa: F401
-from gradveil.cli.attack import paint
+from gradveil.cli.attack import blind, paint
 from gradveil.cli.attack_job import AttackJob, AttackSettings, with_steps
 from gradveil.errors import ConfigError
 
@@ -46,6 +46,35 @@ def test_another_attack_does_not_go_on_with_this_one(tmp_path):
         call(*FEW, "--seed", "1", "--out", str(tmp_path))
 
 
+def test_other_data_in_the_same_folder_is_another_attack(tmp_path):
+    def pictures(brightness):
+        for split, label, i in ((s, k, i) for s in ("train", "test") for k in "ab" for i in range(3)):
+            file = tmp_path / "pics" / split / label / f"{i}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (8, 8), (brightness + i, brightness, 0)).save(file)
+
+    command = [*FEW, "--data", str(tmp_path / "pics"), "--out", str(tmp_path / "out")]
+    pictures(10)
+    assert call(*command).exit_code == 0
+    pictures(100)
+    with pytest.raises(ConfigError, match="other settings or data"):
+        call(*command)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("json", b"{}"), ("json", b"["), ("json", b"[]"), ("safetensors", b"cut"), ("safetensors", None)],
+)
+def test_a_damaged_part_is_done_again(tmp_path, name, content):
+    command = [*FEW, "--out", str(tmp_path)]
+    call(*command)
+    whole = json.loads((tmp_path / "scores.json").read_text())["scores"]
+    damaged = tmp_path / f"part-0000.{name}"
+    damaged.unlink() if content is None else damaged.write_bytes(content)
+    assert call(*command).exit_code == 0
+    assert json.loads((tmp_path / "scores.json").read_text())["scores"] == whole
+
+
 def test_attacks_that_remember_get_their_rounds(tmp_path):
     command = [*FEW, "--attack", "joint(rounds=2)", "--defense", "dgp"]
     with pytest.raises(ConfigError, match="--rounds"):
@@ -70,6 +99,14 @@ def test_steps_reach_the_attack_inside():
     assert job.attack.inner.lr == 0.3
     with pytest.raises(ConfigError, match="no steps"):
         with_steps(AttackJob(AttackSettings(attack="blind")).attack, 3)
+
+
+def test_blind_guesses_are_paired_within_their_upload_only():
+    job = AttackJob(AttackSettings(data="digits", pictures=6))
+    alone = [blind(job, [upload]) for upload in range(6)]
+    together = blind(job, list(range(6)))
+    for guess, scores in together.items():
+        assert scores["ssim"] == [card[guess]["ssim"][0] for card in alone]
 
 
 def test_originals_stand_above_reconstructions():

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,8 @@ import pytest
 from gradveil.audit import Audit, Plan, subject
 from gradveil.audit import spread as module
 from gradveil.audit.spread import attack_cell, spread
-from gradveil.sweep import Outcome
+from gradveil.errors import ConfigError
+from gradveil.sweep import Outcome, job_id
 
 
 def timeless(value: Any) -> Any:
@@ -39,3 +41,34 @@ def test_a_spread_audit_gives_the_same_report(tmp_path: Path, monkeypatch: pytes
     alone = Audit(plan, subject(plan)).run()
     assert timeless(json.loads(together.to_json())) == timeless(json.loads(alone.to_json()))
     assert len(set(done)) == 4
+
+
+SMALL = Plan(
+    model="mlp(hidden=8)", data="digits", pictures=2, batch_size=1, round=0, accuracy_rounds=0,
+    defenses=("dgp",), attacks=("linear_readout",),
+)  # fmt: skip
+
+
+def test_jobs_of_other_weights_are_not_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Any]] = []
+
+    def note(jobs: list[Any], entry: str, folder: Path, **_: Any) -> list[Outcome]:
+        seen.append(jobs)
+        return [Outcome(job, None, "not run") for job in jobs]
+
+    monkeypatch.setattr(module, "run_jobs", note)
+    other = subject(SMALL)
+    next(other.model.parameters()).data += 1
+    for found in (subject(SMALL), other):
+        spread(SMALL, found, tmp_path)
+    names = [{job_id(job, module.ENTRY) for job in jobs} for jobs in seen]
+    assert not names[0] & names[1]
+    attack_cell(seen[0][0])
+    with pytest.raises(ConfigError, match="the weights are not those this audit began with"):
+        attack_cell(seen[1][0])
+
+
+def test_a_spread_audit_has_no_budget(tmp_path: Path) -> None:
+    plan = replace(SMALL, budget=1.0)
+    with pytest.raises(ConfigError, match="leave out --budget"):
+        spread(plan, subject(plan), tmp_path)

@@ -1,6 +1,8 @@
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ from gradveil.errors import ConfigError
 from gradveil.sweep import Job, Outcome, job_id, run_jobs
 
 MODULE = """
-import os, torch
+import os, time, torch
 def draw(job):
     if job.get("fail"):
         raise ValueError("asked to fail")
     if job.get("die"):
         os.kill(os.getpid(), 9)
+    if job.get("sleep"):
+        open(job["sleep"], "w").close()
+        time.sleep(60)
     rng = torch.Generator().manual_seed(job["seed"])
     return {"value": torch.randn(100, 100, generator=rng).mm(torch.ones(100, 1)).sum().item()}
 """
@@ -48,6 +53,24 @@ def test_jobs_run_once_fail_alone_and_resume(folder: Path) -> None:
     again = run_jobs(jobs(), ENTRY, folder)
     assert again[1] == outcomes[1]
     assert again[0].result == "from the file"  # and not done again
+
+
+def test_an_interruption_stops_what_runs_and_starts_nothing(folder: Path, tmp_path: Path) -> None:
+    begun = [tmp_path / name for name in ("one", "two")]
+
+    def interrupt(done: int, total: int) -> None:
+        while not begun[0].exists():
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    started = time.monotonic()
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs([{"seed": 1}, *({"sleep": str(b)} for b in begun)], ENTRY, folder, tell=interrupt)
+    while threading.active_count() > before:
+        assert time.monotonic() - started < 50, "jobs go on"
+        time.sleep(0.05)
+    assert not begun[1].exists()
 
 
 def test_a_job_is_plain_data() -> None:

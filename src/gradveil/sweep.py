@@ -12,8 +12,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,10 +60,11 @@ def run_jobs(
     errors: dict[Path, str] = {}
     ended = _on_ray(missing, entry, ray) if ray is not None else _here(missing, entry, workers)
     done = len(set(files)) - len(missing)
-    for file, error in ended:
-        errors[file] = error
-        done += 1
-        tell(done, len(set(files)))
+    with closing(ended):  # so that an interruption here stops what still runs
+        for file, error in ended:
+            errors[file] = error
+            done += 1
+            tell(done, len(set(files)))
     return [_outcome(job, file, errors.get(file, "")) for job, file in zip(jobs, files, strict=True)]
 
 
@@ -88,22 +90,46 @@ def run_one(job: Job, entry: str) -> str:
     return json.dumps({"entry": entry, "job": job, "result": result}, sort_keys=True)
 
 
-def _here(missing: dict[Path, Job], entry: str, workers: int) -> Iterator[tuple[Path, str]]:
-    with ThreadPoolExecutor(workers) as pool:
-        waiting = {pool.submit(_process, job, entry, file): file for file, job in missing.items()}
+def _here(missing: dict[Path, Job], entry: str, workers: int) -> Generator[tuple[Path, str], None, None]:
+    processes = _Processes()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        waiting = {pool.submit(processes.run, job, entry, file): file for file, job in missing.items()}
         for future in as_completed(waiting):
             yield waiting[future], future.result()
+    finally:  # at the end, and when somebody presses Ctrl-C
+        pool.shutdown(wait=False, cancel_futures=True)
+        processes.stop()
 
 
-def _process(job: Job, entry: str, file: Path) -> str:
-    """Run one job in a process of its own; return the end of its error output if it failed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "gradveil.sweep", entry, str(file)]
-    done = subprocess.run(command, input=json.dumps(job), env=environment, capture_output=True, text=True)
-    return "" if done.returncode == 0 else done.stderr[-4000:] or f"exit code {done.returncode}"
+class _Processes:
+    """Jobs that run in processes of their own, all of which can be stopped."""
+
+    def __init__(self) -> None:
+        self._running: set[subprocess.Popen[str]] = set()
+        self._stopped = False
+
+    def run(self, job: Job, entry: str, file: Path) -> str:
+        """Run one job; return the end of its error output if it failed."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "gradveil.sweep", entry, str(file)]
+        pipe = subprocess.PIPE
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, text=True) as process:
+            self._running.add(process)
+            if self._stopped:  # it may have been started while `stop` went through the others
+                process.terminate()
+            _, errors = process.communicate(json.dumps(job))
+            self._running.discard(process)
+        return "" if process.returncode == 0 else errors[-4000:] or f"exit code {process.returncode}"
+
+    def stop(self) -> None:
+        """End every process, also one that is just being started."""
+        self._stopped = True
+        for process in list(self._running):
+            process.terminate()
 
 
-def _on_ray(missing: dict[Path, Job], entry: str, address: str) -> Iterator[tuple[Path, str]]:
+def _on_ray(missing: dict[Path, Job], entry: str, address: str) -> Generator[tuple[Path, str], None, None]:
     try:
         import ray
     except ImportError as error:

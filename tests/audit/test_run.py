@@ -186,6 +186,18 @@ def test_accuracy_rounds_may_change_when_an_audit_goes_on() -> None:
     assert [d.accuracy for d in again.defenses] == [None, None]  # of another training
 
 
+def test_an_audit_goes_on_with_the_same_weights_and_pictures_only() -> None:
+    plan = Plan(defenses=("dgp",), attacks=("linear_readout",), **QUICK)
+    first = Audit(plan, subject(plan)).report
+    other = subject(plan)
+    next(other.model.parameters()).data += 1
+    pictures = replace(subject(plan).victims, images=255 - subject(plan).victims.images)
+    for changed, what in ((other, "weights"), (replace(subject(plan), victims=pictures), "pictures under attack")):
+        with pytest.raises(ConfigError, match=f"the {what} are not those this audit began with"):
+            Audit(plan, changed, before=first)
+    assert Audit(plan, subject(plan), before=Report.from_json(first.to_json())).report.digests == first.digests
+
+
 @dataclass(frozen=True)
 class NeverSends(gradveil.Defense):
     def apply(self, grads, state, step):

@@ -1,12 +1,16 @@
 """A report before the first attack, when it goes on, and what is added to it at the end."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
 
+import torch
+
 from .. import record
+from ..core import Tensors
 from ..errors import ConfigError
 from ..metrics import METRICS
 from ..spec import to_spec, to_text
@@ -51,7 +55,35 @@ def empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
         ],
         defenses=[DefenseInfo(n, to_text(d), to_spec(d), []) for n, d in subject.defenses.items()],
         rows=[],
+        digests=digests(subject),
     )
+
+
+def digests(subject: Subject) -> dict[str, str]:
+    """Return what tells the weights and pictures of an audit from others that bear the same names."""
+    residuals = {f"{name}.{key}": t for name, state in subject.residuals.items() for key, t in state.items()}
+    return {
+        "weights": _digest(subject.model.state_dict()),
+        "pictures under attack": subject.victims.digest,
+        "client's other pictures": subject.private.digest,
+        "public pictures": subject.public.digest,
+        "client's residuals": _digest(residuals),
+    }
+
+
+def _digest(tensors: Tensors) -> str:
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def require_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if an audit began with other weights or pictures than those that are there now."""
+    for what, digest in now.items():
+        if before.get(what) != digest:
+            raise ConfigError(f"the {what} are not those this audit began with: choose another folder")
 
 
 def resumed(fresh: Report, before: Report) -> Report:
@@ -61,6 +93,7 @@ def resumed(fresh: Report, before: Report) -> Report:
             raise ConfigError(f"the audit to resume had {key} = {before.settings.get(key)!r}, not {value!r}")
     if [d.text for d in before.defenses] != [d.text for d in fresh.defenses]:
         raise ConfigError("the audit to resume had other defenses: choose another folder")
+    require_same(before.digests, fresh.digests)
     rows = [row for row in before.rows if row.status in ("ok", "refused")]
     if before.settings.get("accuracy_rounds") != fresh.settings["accuracy_rounds"]:
         before = replace(before, defenses=[replace(d, accuracy=None) for d in before.defenses])

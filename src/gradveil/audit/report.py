@@ -207,6 +207,7 @@ class Report:
     fast: FastScore | None = None
     cut: list[str] = field(default_factory=list)  # what was left out, and why
     notes: list[str] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)  # of the weights and the pictures, which paths do not settle
     schema: int = SCHEMA
 
     def column(self, name: Column) -> ColumnInfo:

@@ -1,7 +1,7 @@
 """An audit over many processes or machines: every cell is a job of its own, and the report is the same.
 
-A cell's result depends on the plan and the cell only, so it does not matter where it runs. What is left for the
-caller's `Audit` are the parts all cells share: floors, the fast score, accuracy and the verdicts.
+A cell's result depends on the plan, the weights, the pictures and the cell only, so it does not matter where it runs.
+What is left for the caller's `Audit` are the parts all cells share: floors, the fast score, accuracy and the verdicts.
 """
 
 import json
@@ -10,7 +10,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
 from ..sweep import Job, run_jobs
+from . import draft
 from .plan import Cell, Plan, Subject, cells
 from .report import DefenseInfo, FastScore, Report
 from .run import Audit
@@ -32,12 +34,14 @@ def spread(
     A cell that fails in its process has no row here, so the audit that goes on tries it again and shows how it fails.
     Results stay in `folder`; what is there is not done again.
     """
+    if plan.budget:
+        raise ConfigError("a budget holds for one process: leave out --budget, or --jobs and --ray")
     # Settings that change no result are no part of a job's name.
     settings = asdict(replace(plan, accuracy_rounds=0, budget=0.0))
-    jobs: list[Job] = [{"plan": settings, "cell": asdict(cell)} for cell in cells(subject)]
+    fresh = Audit(plan, subject).report
+    jobs: list[Job] = [{"plan": settings, "digests": fresh.digests, "cell": asdict(cell)} for cell in cells(subject)]
     outcomes = run_jobs(jobs, ENTRY, folder, workers=workers, ray=ray, tell=tell)
     parts = [Report.from_json(json.dumps(outcome.result)) for outcome in outcomes if not outcome.error]
-    fresh = Audit(plan, subject).report
     known = [_described(info, parts) for info in fresh.defenses]
     seconds = sum(row.seconds for part in parts for row in part.rows)
     return replace(fresh, rows=[row for part in parts for row in part.rows], defenses=known, seconds=seconds)
@@ -50,6 +54,7 @@ def attack_cell(job: Job) -> Any:
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in job["plan"].items()}
     plan = Plan(**values)
     running = Audit(plan, subject(plan))
+    draft.require_same(job["digests"], running.report.digests)
     running.cells = [Cell(**job["cell"])]
     running.report = replace(running.report, fast=FastScore(0.0, 0, []))  # the caller computes it once for all
     return json.loads(running.run().to_json())

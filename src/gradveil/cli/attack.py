@@ -24,6 +24,7 @@ from .attack_job import AttackJob, AttackSettings, describe, load_part, save_par
 from .options import with_options
 
 PER_ROW = 10  # pairs of pictures side by side in the PNG
+PUBLIC = 1000  # public pictures used at most
 SIDE = 96  # pixels of a picture in it, about
 
 
@@ -76,13 +77,25 @@ def _watched(job: AttackJob, uploads: list[int], bar: Progress) -> Any:
 def _finish(folder: Path, job: AttackJob, rows: list[dict[str, Any]], guesses: Tensor, seconds: float) -> None:
     truths = torch.cat([job.truth(row["upload"]).inputs for row in rows])
     columns = {name: [v for row in rows for v in row["scores"][name]] for name in rows[0]["scores"]}
-    public = job.public.pixels(range(min(len(job.public), 1000)))
-    floor = metrics.score_floor(truths, public, derive_rng(job.settings.seed, "floor", 0))
+    floor = blind(job, [row["upload"] for row in rows])
     paint(truths, guesses).save(folder / "pictures.png")
     result = {**describe(job), "scores": columns, "floor": floor, "rows": rows, "seconds": seconds}
     write_json(folder / "scores.json", {**result, "environment": environment()})
     out.print(_table(job, columns, floor))
     out.print(f"{folder / 'pictures.png'} and {folder / 'scores.json'}; {seconds:.0f} s", highlight=False)
+
+
+def blind(job: AttackJob, uploads: list[int]) -> dict[str, dict[str, list[float]]]:
+    """Return what blind guesses score, upload by upload like the attack: across uploads they would be paired better."""
+    public = job.public.pixels(range(min(len(job.public), PUBLIC)))
+    cards = [
+        metrics.score_floor(job.truth(upload).inputs, public, derive_rng(job.settings.seed, "floor", upload))
+        for upload in uploads
+    ]
+    return {
+        guess: {name: [v for card in cards for v in card[guess][name]] for name in scores}
+        for guess, scores in cards[0].items()
+    }
 
 
 def _table(job: AttackJob, columns: dict[str, list[float]], floor: dict[str, dict[str, list[float]]]) -> Table:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -62,12 +63,6 @@ class AttackSettings:
         check.one_of(("known", "inferred"), labels=self.labels)
         if self.pictures % self.batch_size:
             raise ValueError(f"pictures must be a multiple of batch_size, got {self.pictures} and {self.batch_size}")
-
-    @property
-    def digest(self) -> str:
-        """What tells these settings from others; the device and the grouping change no result that matters."""
-        told = {k: v for k, v in asdict(self).items() if k not in ("device", "group", "root")}
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -137,6 +132,13 @@ class AttackJob:
         """The generator, if the attack searches one."""
         s = self.settings
         return load_generator(Path(s.generator) if s.generator else None) if self.threat.prior else None
+
+    @cached_property
+    def digest(self) -> str:
+        """What tells this job from others, its data included; device and grouping change no result that matters."""
+        told = {k: v for k, v in asdict(self.settings).items() if k not in ("device", "group", "root")}
+        text = json.dumps([told, self.victims.digest, self.public.digest], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def parts(self) -> Iterator[list[int]]:
         """Return the uploads group by group."""
@@ -234,18 +236,21 @@ def save_part(folder: Path, job: AttackJob, uploads: list[int], found: list[Reco
     scratch = folder / f"{name}.tmp"
     save_file({"guesses": torch.cat(pixels)}, scratch)
     scratch.replace(folder / f"{name}.safetensors")
-    write_json(folder / f"{name}.json", {"digest": job.settings.digest, "rows": rows, "seconds": seconds})
+    write_json(folder / f"{name}.json", {"digest": job.digest, "rows": rows, "seconds": seconds})
 
 
 def load_part(folder: Path, job: AttackJob, uploads: list[int]) -> tuple[dict[str, Any], Tensor] | None:
-    """Return a part kept by an earlier run with the same settings."""
+    """Return a part kept by an earlier run with the same settings and data; None if there is none, or it is damaged."""
     name = f"part-{uploads[0]:04d}"
-    if not (folder / f"{name}.json").exists():
+    try:
+        part = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+        digest, kept, _ = part["digest"], [row["upload"] for row in part["rows"]], part["seconds"]
+        guesses = load_file(folder / f"{name}.safetensors")["guesses"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError, SafetensorError):
         return None
-    part = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
-    if part["digest"] != job.settings.digest or [row["upload"] for row in part["rows"]] != uploads:
-        raise ConfigError(f"{folder} holds an attack with other settings: choose another --out or delete it")
-    return part, load_file(folder / f"{name}.safetensors")["guesses"]
+    if digest != job.digest or kept != uploads:
+        raise ConfigError(f"{folder} holds an attack with other settings or data: choose another --out or delete it")
+    return part, guesses
 
 
 def describe(job: AttackJob) -> dict[str, Any]:
