@@ -20,10 +20,21 @@ from gradveil.attacks import (
     see_through_gradients,
     watch,
 )
-from gradveil.attacks.adaptive import understand
+from gradveil.attacks.adaptive import flat, understand
 from gradveil.attacks.bypass import before_bottleneck
 from gradveil.core import ThreatModel
-from gradveil.defenses import PRECODE, Chain, DualPrune, GaussianNoise, Hardened, Identity, Quantize, Soteria, TopK
+from gradveil.defenses import (
+    PRECODE,
+    Chain,
+    DualPrune,
+    GaussianNoise,
+    Hardened,
+    Identity,
+    Outpost,
+    Quantize,
+    Soteria,
+    TopK,
+)
 
 from .attack_kit import PHOTOS, batch, fedavg, model, rngs, ssim, uploads
 
@@ -110,6 +121,44 @@ def test_an_attacker_who_knows_the_defense_does_better(defense, ignorant):
     assert ssim(replace(QUICK, tv=None), seen, ONES) > ssim(replace(QUICK, tv=None, **ignorant), seen, ONES) + 0.1
 
 
+@pytest.mark.parametrize("prunes", [DualPrune(), TopK(0.1)])
+@pytest.mark.parametrize("noise", [1e-6, 1e-3])
+def test_noise_over_pruning_does_not_hide_what_was_sent(prunes, noise):
+    seen = uploads(model(), ONES[:1], Chain(prunes, GaussianNoise(noise)))[0]
+    known = understand(seen)
+    assert all(known.behaviour[name].prunes for name, g in seen.grads.items() if g.dim() > 1)
+    bare = flat(uploads(model(), ONES[:1], prunes)[0].grads)
+    arrived = known.arrived(seen.grads)
+    assert float((arrived & (bare == 0)).float().mean()) < 1e-3
+    assert bool(arrived[bare.abs() > 10 * noise].all())
+
+
+def test_noise_over_dual_pruning_costs_the_attacker_little():
+    noisy = uploads(model("cnn6"), ONES, Chain(DualPrune(), GaussianNoise(1e-6)))
+    assert ssim(QUICK, noisy, ONES) > ssim(replace(QUICK, masked="never"), noisy, ONES) + 0.1
+
+
+def test_columns_that_hold_zeros_have_no_noise():
+    seen = uploads(model(), ONES, Outpost(always=True, noise_scale=30.0))
+    truth = [flat(one.grads) for one in uploads(model(), ONES)]
+    for one, exact in zip(seen, truth, strict=True):
+        target = QUICK.aim(one)
+        trusted = target.weight == 1
+        assert float(trusted.float().mean()) > 0.05
+        assert torch.equal(target.sent[trusted], exact[trusted])
+    sent_only = uploads(model(), ONES[:1], Chain(DualPrune(), GaussianNoise(0.1, sent_only=True)))[0]
+    assert not any(done.clean_columns for done in understand(sent_only).behaviour.values() if done.noise)
+
+
+def test_top_k_leaves_no_room_above_what_was_sent():
+    for defense, open_ in ((TopK(0.1), True), (DualPrune(), False)):
+        seen = uploads(model(), ONES[:1], defense)[0]
+        first = next(iter(seen.grads.values())).flatten()
+        high = replace(QUICK, band=1.0).aim(seen).high[: len(first)]
+        assert bool(high[first == 0].isinf().all()) == open_
+        assert not bool(high[first != 0].any())
+
+
 def test_a_bottleneck_is_gone_round():
     defense = PRECODE(latent=32)
     seen = uploads(defense.prepare_model(model()), ONES, defense)
@@ -130,6 +179,18 @@ def test_together_as_one_by_one_and_over_different_models():
         assert torch.allclose(attack.run(one, rng).inputs, found.inputs, atol=1e-3)
     chunked = replace(attack, chunk=1).run_many(seen, rngs(3))
     assert all(torch.allclose(a.inputs, b.inputs, atol=1e-3) for a, b in zip(together, chunked, strict=True))
+
+
+def test_uploads_do_not_suffer_from_their_company():
+    attack = replace(QUICK, steps=5)
+    defense = PRECODE(latent=32)
+    seen = uploads(defense.prepare_model(model()), ONES, defense)
+    bias = next(name for name in seen[1].grads if name.endswith("encode.bias"))
+    torn = replace(seen[1], grads={**seen[1].grads, bias: torch.zeros_like(seen[1].grads[bias])})
+    late = [replace(one, round=400 * i) for i, one in enumerate(uploads(model(), ONES, Outpost(noise_scale=9.0)))]
+    for one, other in ((seen[0], torn), late[::-1]):
+        alone, together = attack.run(one, rngs(1)[0]), attack.run_many([other, one], rngs(2)[::-1])[1]
+        assert torch.allclose(alone.inputs, together.inputs, atol=1e-3)
 
 
 def test_of_several_restarts_the_lowest_own_loss_is_returned():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradveil.attacks import Chained, GradientMatching, Joint, RepeatedRounds
-from gradveil.attacks.adaptive import flat, forgets, freshness
+from gradveil.attacks.adaptive import flat, forgets, freshness, understand
 from gradveil.attacks.rounds import accumulated, averaged, feeds_back
 from gradveil.defenses import Chain, DualPrune, ErrorFeedback, GaussianNoise, Quantize, TopK, dgp
 from gradveil.errors import NeedError
@@ -85,7 +85,7 @@ def test_an_entry_sent_last_round_is_fresh():
     both = fresh & (flat(seen.grads) != 0)
     truth = flat(gradient(seen.model, seen.loss_fn, THREE[1]))
     assert torch.allclose(flat(seen.grads)[both], truth[both], rtol=1e-4, atol=1e-6)
-    weight = freshness(seen)
+    weight = freshness(seen, understand(seen))
     assert torch.equal(weight == 1.0, fresh)
 
 

@@ -22,6 +22,8 @@ LOOKS_PRUNED = 0.4  # share of exact zeros in the middle tensor from which an up
 BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
 STALE = 0.3  # weight of an entry that may hold older batches, beside one that cannot
 PATIENCE = 64  # batches after which a defense that sends nothing is taken at its word
+FLOOR = 4.0  # deviations of the noise beyond which an entry cannot be noise alone
+HIDDEN = 10.0  # deviations by which an entry would stand out had it been sent
 RUNS = 4  # of a defense, to tell its noise from what it always does
 BENT = 1e-2  # change of the values, relative to their size, that is worth imitating
 
@@ -47,6 +49,9 @@ class Behaviour:
     prunes: bool  # sends exact zeros
     noise: float  # standard deviation of what differs between two runs on the same gradient
     bends: bool  # changes values for good by more than a common factor: rounds or clips them
+    floor: float = 0.0  # size up to which an entry may be a zero under noise: no larger one was left out
+    keeps_top: bool = False  # sends the largest entry
+    clean_columns: bool = False  # puts its noise on whole columns (along the first axis): one with a zero has none
 
 
 def flat(grads: Grads) -> Tensor:
@@ -103,21 +108,45 @@ class Imitation:
             typical.append((g + jitter).flatten())
         sizes = [t.numel() for t in typical]
         runs = [self(torch.cat(typical), seed).split(sizes) for seed in range(RUNS)]
-        found = [_compare(own, torch.stack(sent)) for own, *sent in zip(typical, *runs, strict=True)]
+        shapes = [g.shape for g in self.like.values()]
+        found = [_compare(own, torch.stack(sent), n) for own, n, *sent in zip(typical, shapes, *runs, strict=True)]
+        # A tensor that got no noise this time may get it next time, on columns where nothing is missing.
+        loudest = max(one.noise for one in found)
+        found = [replace(one, noise=one.noise or loudest) if one.clean_columns else one for one in found]
         return dict(zip(self.like, found, strict=True))
 
 
-def _compare(own: Tensor, sent: Tensor) -> Behaviour:
+def _compare(own: Tensor, sent: Tensor, shape: torch.Size) -> Behaviour:
     """Return what was done to one tensor, by what was sent of it in several runs `[RUNS, n]`."""
-    always = (sent != 0).all(0)
-    own, sent = own[always], sent[:, always]
-    if not own.numel():
+    always, top = (sent != 0).all(0), own.abs().argmax()
+    if not bool(always.any()):
         return Behaviour(True, 0.0, False)
-    noise = float(sent.var(0).mean().sqrt())
-    factor = (own * sent[0]).sum() / own.square().sum().clamp_min(1e-30)
-    bent = float((sent[0] - factor * own).square().mean().sqrt())
-    size = float(sent[0].square().mean().sqrt())
-    return Behaviour(bool((~always).any()), noise, noise < BENT * size < bent)
+    variance, clean = sent.var(0), always & _with_zeros(always.view(shape)).flatten()
+    clean_columns = bool(clean.any()) and not bool(variance[clean].any())
+    noisy = variance[always & ~clean] if clean_columns else variance[always]
+    noise = float(noisy.mean().sqrt()) if noisy.numel() else 0.0
+    kept = always
+    if covers := bool(always.all()) and _covers_zeros(own, sent.mean(0), noise / RUNS**0.5):
+        kept = sent.mean(0).abs() > FLOOR * noise / RUNS**0.5
+    keeps_top = bool(kept[top])
+    own, mean = own[kept], sent[:, kept].mean(0)
+    factor = (own * mean).sum() / own.square().sum().clamp_min(1e-30)
+    bent = float((mean - factor * own).square().mean().sqrt())
+    size = float(mean.square().mean().sqrt())
+    bends = noise < BENT * size < bent
+    return Behaviour(bool((~kept).any()), noise, bends, covers * FLOOR * noise, keeps_top, clean_columns)
+
+
+def _with_zeros(sent: Tensor) -> Tensor:
+    """Return the entries in whose column, along the first axis, anything was not sent."""
+    return (~sent).any(0, keepdim=True).expand_as(sent) if sent.dim() else ~sent
+
+
+def _covers_zeros(own: Tensor, mean: Tensor, noise: float) -> bool:
+    """Say whether the noise (of the mean) hides that entries were left out, the attacker's own values being known."""
+    sent = mean.abs() > FLOOR * noise
+    factor = (own * mean)[sent].sum() / own[sent].square().sum().clamp_min(1e-30)
+    return bool(noise > 0 and sent.any() and (~sent & (factor * own.abs() > HIDDEN * noise)).any())
 
 
 class Understanding(NamedTuple):
@@ -125,6 +154,16 @@ class Understanding(NamedTuple):
 
     imitation: Imitation | None = None
     behaviour: dict[str, Behaviour] | None = None  # None: only what arrived is evidence
+
+    def arrived(self, grads: Grads) -> Tensor:
+        """Return which entries `[P]` were sent, as opposed to left out and perhaps covered with noise."""
+        does = self.behaviour or {}
+        floors = {name: does[plain].floor for name in grads if (plain := name.removeprefix(INNER)) in does}
+        return torch.cat([(g.abs() > floors.get(name, 0.0)).flatten() for name, g in grads.items()])
+
+    def received(self, grads: Grads) -> Tensor:
+        """Return what was sent `[P]`, with zeros where nothing was."""
+        return torch.where(self.arrived(grads), flat(grads), 0.0)
 
 
 def understand(seen: Observation) -> Understanding:
@@ -156,7 +195,7 @@ def forgets(defense: Defense | None) -> bool:
     return bool(((sent == 0) | (sent == grads["probe"])).all())
 
 
-def freshness(seen: Observation) -> Tensor | float:
+def freshness(seen: Observation, known: Understanding) -> Tensor | float:
     """Return how far each entry is from being mixed with older batches, by the client's previous upload.
 
     Under error feedback an entry sent last round starts from zero, so what is sent of it now is this batch alone.
@@ -164,7 +203,7 @@ def freshness(seen: Observation) -> Tensor | float:
     before = [one for one in seen.earlier if one.round == seen.round - 1]
     if not before or not forgets(seen.defense):
         return 1.0
-    return torch.where(flat(before[0].grads) != 0, 1.0, STALE)
+    return torch.where(known.arrived(before[0].grads), 1.0, STALE)
 
 
 def looks_pruned(grads: Grads) -> bool:
@@ -193,20 +232,23 @@ def aim(
     pruned = [masked == "always" or (masked == "auto" and done.prunes) for _, done in tensors]
     weight = torch.cat(
         [
-            ((g != 0) if hidden else torch.ones_like(g)).to(g.dtype).flatten()
-            for (g, _), hidden in zip(tensors, pruned, strict=True)
+            ((g.abs() > done.floor) if hidden else torch.ones_like(g)).to(g.dtype).flatten()
+            for (g, done), hidden in zip(tensors, pruned, strict=True)
         ]
     )
-    weight = weight * freshness(seen)
-    noise = torch.cat([torch.full_like(g, done.noise).flatten() for g, done in tensors]) * weight
+    weight = weight * freshness(seen, known)
+    noise = torch.cat([_noise_on(g, done).flatten() for g, done in tensors]) * weight
     sent = flat(seen.grads)
-    noise_share = float(noise.square().sum() / (sent * weight).square().sum().clamp_min(1e-30))
-    if weighting == "auto" and noise_share:
+    if weighting == "auto" and bool(noise.any()):
         # As a likelihood would: by one over the deviation. Below a tenth of the typical size noise does not matter.
-        typical = (sent * weight).square().sum().div(weight.sum().clamp_min(1)).sqrt()
+        # What is known exactly, if anything is, tells that size: the rest may be noise for the most part.
+        sure = weight * (noise == 0)
+        sure = sure if bool(sure.any()) else weight
+        typical = (sent * sure).square().sum().div(sure.sum().clamp_min(1)).sqrt()
         trust = 1 / noise.clamp_min(0.1 * float(typical) + 1e-30)
-        weight = weight * trust / trust.amax()
-    low, high = _bands(seen.grads, pruned) if band else (None, None)
+        weight, noise = weight * trust / trust.amax(), noise * trust / trust.amax()
+    noise_share = float(noise.square().sum() / (sent * weight).square().sum().clamp_min(1e-30))
+    low, high = _bands(tensors, pruned) if band else (None, None)
     bends = reapply == "always" or (reapply == "auto" and any(done.bends for _, done in tensors))
     # The imitation wants whole gradients; of a model that was cut off there are none.
     bends = bends and known.imitation is not None and known.imitation.like.keys() == seen.grads.keys()
@@ -220,14 +262,25 @@ def aim(
     )
 
 
-def _bands(grads: Grads, pruned: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """Return, for every entry that was not sent, the smallest and the largest magnitude sent in its tensor."""
+def _noise_on(g: Tensor, done: Behaviour) -> Tensor:
+    """Return the standard deviation of the noise on each entry of one tensor."""
+    noise = torch.full_like(g, done.noise)
+    return torch.where(_with_zeros(g != 0), 0.0, noise) if done.clean_columns else noise
+
+
+def _bands(tensors: Sequence[tuple[Tensor, Behaviour]], pruned: Sequence[bool]) -> tuple[Tensor, Tensor]:
+    """Return, for every entry that was not sent, the smallest and the largest magnitude sent in its tensor.
+
+    The largest is infinite where nothing is removed at the top.
+    """
     lows, highs = [], []
-    for g, hidden in zip(grads.values(), pruned, strict=True):
-        sent, size = g != 0, g.abs()
+    for (g, done), hidden in zip(tensors, pruned, strict=True):
+        size = g.abs()
+        sent = size > done.floor
         if not hidden or not bool(sent.any()):
             sent = torch.ones_like(sent)  # nothing can be said about this tensor
         low = torch.where(sent & (size > 0), size, torch.inf).amin()
+        high = torch.full_like(low, torch.inf) if done.keeps_top else size.amax()
         lows.append(torch.where(sent, 0.0, low).flatten())
-        highs.append(torch.where(sent, 0.0, size.amax()).flatten())
+        highs.append(torch.where(sent, 0.0, high).flatten())
     return torch.cat(lows), torch.cat(highs)

@@ -38,11 +38,11 @@ class Comparison:
         self.sent = torch.stack([t.sent for t in targets])
         self.length = torch.linalg.vector_norm(self.sent, dim=1)
         self.weight = _stack([t.weight for t in targets], 1.0, self.sent)
-        self.responses = [t.response for t in targets if t.response is not None]
+        self.responses = [t.response for t in targets]
 
     def __call__(self, mine: Tensor) -> Tensor:
         """Return `[N]` distances."""
-        seen = self._defended(mine) if self.responses else mine
+        seen = self._defended(mine) if any(self.responses) else mine
         if self.terms.objective == "cosine":
             return objectives.cosine(seen, self.sent, self.length, self.weight)
         return objectives.l2(seen, self.sent, self.terms.normalise, self.weight)
@@ -54,7 +54,8 @@ class Comparison:
         selection drops counts as zero; in a masked comparison it did arrive, so there it stays as it is.
         """
         with torch.no_grad():
-            sent = torch.stack([respond(row) for respond, row in zip(self.responses, mine, strict=True)])
+            rows = zip(self.responses, mine, strict=True)
+            sent = torch.stack([row if respond is None else respond(row) for respond, row in rows])
         rounded = mine + (sent - mine).detach()
         return torch.where(sent != 0, rounded, 0.0 if self.weight is None else mine)
 

@@ -15,7 +15,7 @@ from .cost import Comparison
 from .labels import infer_labels
 from .matching import GradientMatching
 from .optimise import minimise
-from .rounds import history_of
+from .rounds import history_of, received
 from .simulate import simulator
 from .space import alike, box, device_of, start
 
@@ -57,7 +57,7 @@ class Joint(Attack):
 
     def _window(self, seen: Observation) -> list[Observation]:
         """Return the last rounds, the first of them with the upload before it."""
-        rounds = history_of(seen)
+        rounds = received(history_of(seen))
         window = rounds[-self.rounds :]
         if window[0].round and not forgets(seen.defense):
             raise NeedError(f"this defense never forgets: follow it from round 0, not {window[0].round} (raise rounds)")
@@ -74,7 +74,7 @@ class Joint(Attack):
             [torch.cat([start(one, self.inner.init, rng) for one in row]) for row, rng in zip(rows, drawn, strict=True)]
         )
         cost = JointCost(rows, self.inner)
-        how = replace(self.inner.descent(), langevin=0.0, record=not any(c.responses for c in cost.compare))
+        how = replace(self.inner.descent(), langevin=0.0, record=not any(any(c.responses) for c in cost.compare))
         found, losses, done = minimise(cost, [begin], how, (), box(last) if self.inner.box else None)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(windows), device=losses.device) * each
         out = []

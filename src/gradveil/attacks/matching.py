@@ -132,9 +132,11 @@ class GradientMatching(Attack):
         if self.optimizer == "lbfgs" and self.restarts > 1:
             return self._in_turns(seen, targets, rngs)
         seeds = [int(torch.randint(2**62, (), generator=rng, device=rng.device)) for rng in rngs]
-        clients = [_Client(one, target, seed) for one, target, seed in zip(seen, targets, seeds, strict=True)]
+        clients = [_Client(one, target, seed, one) for one, target, seed in zip(seen, targets, seeds, strict=True)]
+        if self.adaptive:
+            clients = [c if c.target else c._replace(view=before_bottleneck(c.seen)) for c in clients]
         found: dict[int, Reconstruction] = {}
-        for group in alike(seen):
+        for group in alike([c.view for c in clients]):
             size = max(self._candidates(seen[group[0]]) // self.restarts, 1)
             for i in range(0, len(group), size):
                 part = group[i : i + size]
@@ -210,13 +212,9 @@ class GradientMatching(Attack):
         return [*self._fitting(clients[:half]), *self._fitting(clients[half:])]
 
     def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
-        each = self.restarts
-        views = [before_bottleneck(c.seen) if self.adaptive and c.target is None else c.seen for c in clients]
-        if any(v is c.seen for v, c in zip(views, clients, strict=True)):
-            views = [c.seen for c in clients]  # one that cannot be cut off keeps the others whole
+        each, views = self.restarts, [c.view for c in clients]
         first = views[0]
-        known = understand(clients[0].seen) if self.adaptive else Understanding()
-        aims = [c.target or self.aim(v, known) for c, v in zip(clients, views, strict=True)]
+        aims = self._aims(clients)
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
         begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
         labels, searched = self._labels(views, rngs)
@@ -234,6 +232,16 @@ class GradientMatching(Attack):
             Reconstruction(found[0][i], self._named(c, found, labels, i), float(losses[i]), {"steps": done})
             for c, i in zip(clients, best.tolist(), strict=True)
         ]
+
+    def _aims(self, clients: Sequence["_Client"]) -> list[Target]:
+        """Return what each client is compared with; the defense is tried out once for each round."""
+        known: dict[int, Understanding] = {}
+        if not self.adaptive:
+            known = {c.seen.round: Understanding() for c in clients}
+        for c in clients:
+            if c.target is None and c.seen.round not in known:
+                known[c.seen.round] = understand(c.seen)
+        return [c.target or self.aim(c.view, known[c.seen.round]) for c in clients]
 
     def _labels(self, views: Sequence[Observation], rngs: Sequence[torch.Generator]) -> tuple[Labels, list[Tensor]]:
         """Return the labels of all rows, or how they come from a further variable, and where that begins."""
@@ -271,3 +279,4 @@ class _Client(NamedTuple):
     seen: Observation
     target: Target | None
     seed: int
+    view: Observation  # what is attacked in its place, if there is a way round the defense

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
 from ..errors import NeedError
 from ..gradients import parameters
-from .adaptive import Target, flat, forgets, shaped
+from .adaptive import Target, flat, forgets, shaped, understand
 from .capture import full_precision
 from .matching import GradientMatching
 from .simulate import simulator
@@ -68,10 +68,11 @@ class RepeatedRounds(Attack):
         rounds = [one for i, one in enumerate(seen.earlier, start=1) if i in same]
         if not rounds:
             raise NeedError("no earlier upload was made with these weights: the server must repeat them")
-        uploads = torch.stack([flat(one.grads) for one in (*rounds, seen)])
+        known_defense = understand(seen)
+        uploads = torch.stack([known_defense.received(one.grads) for one in (*rounds, seen)])
         whole = rounds[0].round == 0
         values, known = (accumulated if feeds_back(seen.defense, seen) else averaged)(uploads, whole)
-        noise = self.inner.aim(seen).noise / len(uploads)
+        noise = self.inner.aim(seen, known_defense).noise / len(uploads)
         return Target(values, known.to(values.dtype), noise=noise)
 
 
@@ -124,7 +125,7 @@ class Chained(Attack):
         return self.run_many([seen], [rng])[0]
 
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
-        chains = [history_of(one) for one in seen]
+        chains = [received(history_of(one)) for one in seen]
         for rounds in chains:
             if rounds[0].round != 0:
                 raise NeedError(f"the chain must begin in round 0, the first upload is of round {rounds[0].round}")
@@ -166,6 +167,12 @@ class Chained(Attack):
         if forgets(seen.defense):
             return torch.where(hit, 0.0, total), torch.where(hit, 0.0, doubt)
         return total - sent, doubt
+
+
+def received(rounds: list[Observation]) -> list[Observation]:
+    """Return the uploads with zeros for what was not sent, also where noise covers it."""
+    known = understand(rounds[-1])
+    return [replace(one, grads=shaped(known.received(one.grads), one.grads)) for one in rounds]
 
 
 def _without(seen: Observation, kept: Tensor) -> Observation:
