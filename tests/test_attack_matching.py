@@ -171,6 +171,21 @@ def test_a_bottleneck_is_gone_round():
     assert ssim(QUICK, seen, pair) > ssim(naive, seen, pair) + 0.1
 
 
+def test_a_pruned_bottleneck_is_completed_and_gone_round():
+    whole, pruned = PRECODE(latent=32), Chain(PRECODE(latent=32), DualPrune())
+    net = whole.prepare_model(model())
+    torch.manual_seed(0)
+    truth = before_bottleneck(uploads(net, ONES[:1], whole)[0])
+    torch.manual_seed(0)
+    view = before_bottleneck(uploads(net, ONES[:1], pruned)[0])
+    shown = view.labels != 0
+    bias = next(g for name, g in view.grads.items() if name.endswith("encode.bias"))
+    assert int(shown.sum()) > 1.5 * int((bias != 0).sum())
+    assert torch.allclose(view.labels[shown], truth.labels[shown], rtol=1e-3, atol=1e-6)
+    seen = uploads(net, ONES, pruned)
+    assert ssim(QUICK, seen, ONES) > ssim(Blind(), seen, ONES) + 0.1
+
+
 def test_together_as_one_by_one_and_over_different_models():
     seen = [*uploads(model(), ONES[:2]), *uploads(model(seed=1), ONES[:1])]
     attack = replace(QUICK, steps=5)

@@ -4,12 +4,16 @@ import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..core import Observation
 from ..defenses.precode import Bottleneck
+from .lowrank import complete
 
 INNER = "inner."  # goes before the names of a model's parameters once it is cut off
+RESTARTS = 3  # of the completion, while it does not fit
+COMPLETED = 1e-2  # relative misfit up to which what arrived counts as an outer product
 
 
 class UpToEncoder(nn.Module):
@@ -45,11 +49,12 @@ def before_bottleneck(seen: Observation) -> Observation:
     The encoder's bias gradient is the mean over the batch of the loss's slope at the encoder's output, noise and
     divergence included. A client whose loss is the product with these slopes has the same gradients in every layer up
     to the encoder. The slopes take the place of the labels: exact for one example; for more, a start for searching
-    them along with the pictures. Needs the bias gradient whole.
+    them along with the pictures. Needs the bias gradient whole; of one example,
+    pruning hides only the slopes of units of which nothing arrived, and they count as zero.
     """
     found = [name for name, module in seen.model.named_modules() if isinstance(module, Bottleneck)]
-    slope = seen.grads.get(f"{found[0]}.encode.bias") if len(found) == 1 else None
-    if slope is None or seen.local_steps != 1 or bool((slope == 0).any()):
+    slope = _slopes(seen, f"{found[0]}.encode") if len(found) == 1 and seen.local_steps == 1 else None
+    if slope is None:
         return seen
     inner = copy.deepcopy(seen.model)
     for module in inner.modules():
@@ -64,3 +69,16 @@ def before_bottleneck(seen: Observation) -> Observation:
         grads={f"{INNER}{name}": seen.grads[name] for name in upstream},
         labels=slope.expand(seen.num_examples, -1),
     )
+
+
+def _slopes(seen: Observation, encoder: str) -> Tensor | None:
+    """Return the encoder's bias gradient, completed where entries are missing, or None where it cannot be."""
+    weight, bias = seen.grads.get(f"{encoder}.weight"), seen.grads.get(f"{encoder}.bias")
+    if bias is None or not bool((bias == 0).any()):
+        return bias
+    if weight is None or seen.num_examples > 1:
+        return None
+    joint = torch.cat([weight, bias[:, None]], 1).double()  # of one example: an outer product
+    left, right, error = complete(joint, joint != 0, 1, torch.Generator().manual_seed(0), restarts=RESTARTS)
+    slopes = (left @ right[-1]).to(bias)
+    return slopes if error < COMPLETED and bool(slopes.any()) else None
