@@ -19,6 +19,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "bad.toml").write_text("[audit")
     (tmp_path / "empty.json").write_text("{}")
     save_file({"other.weight": torch.zeros(2)}, tmp_path / "other.safetensors")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(err, "_width", 80)  # a long message must not be folded
@@ -46,6 +47,11 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("flower new file", "file: check the path and its permissions"),
         ("report empty.json", "run the audit again"),
         ("gate missing.json", "cannot read the report missing.json"),
+        ("cost --device cuda:7", "device 'cuda:7' was asked for, but PyTorch finds no GPU"),
+        ("cost --device gpu", "device 'gpu' is not known"),
+        ("ats-search --device gpu", "device 'gpu' is not known"),
+        ("generator train --data digits --device gpu --out g.safetensors", "device 'gpu' is not known"),
+        ("guard lenet --shape 3,32", "model lenet cannot take inputs of shape (3, 32)"),
         ("doctor file", "neither a payload nor the state of a Veil"),
     ],
 )

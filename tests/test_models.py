@@ -170,6 +170,15 @@ def test_unusable_models_say_why(name: str, message: str):
         models.build(name, num_classes=4, input_shape=shape)
 
 
+@pytest.mark.parametrize("shape", [(), (3,), (1, 32), (3, 32), (3, 0, 8), (0, 8, 8), (-1, 8, 8), (3, 8, 8, 8)])
+@pytest.mark.parametrize("name", models.MODELS)
+def test_a_shape_a_model_cannot_take_is_refused(name: str, shape: tuple[int, ...]):
+    if name == "mlp" and shape and min(shape) > 0:
+        pytest.skip("a perceptron takes inputs of any shape")
+    with pytest.raises(ConfigError, match=f"model {name}|input_shape must"):
+        models.build(name, num_classes=4, input_shape=shape)
+
+
 def test_layers_are_found_in_the_order_of_use():
     model = Shuffled(4)
     assert models.first_layer(model)[0] == "head"  # registration order, for want of an input

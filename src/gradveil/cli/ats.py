@@ -14,6 +14,7 @@ from .. import check, data, models, spec
 from ..defenses.ats import ATS, TRANSFORMATIONS, parse_policy
 from ..defenses.ats_search import Judge, Scored, draw_policies, rank
 from ..record import environment, write_json
+from ..training.job import pick_device
 from . import app, err, out
 
 PUBLISHED = ("3-1-7", "43-18-18", "21-13-3", "7-4-15")
@@ -41,6 +42,7 @@ def ats_search(
     check.at_least(1, pictures=pictures)
     check.at_least(2, jacobians=jacobians)
     check.at_least(0, epochs=epochs)
+    device = str(pick_device(device))
     source = data.load(dataset, size=size)
     rng = torch.Generator().manual_seed(seed)
     judge = _judge(source, model, pictures, jacobians, epochs, device, seed, rng)

@@ -13,6 +13,7 @@ from ..cost import LINE_UP, MIB, Cost, measure
 from ..defenses import DEFENSES
 from ..record import environment, write_json
 from ..spec import build
+from ..training.job import pick_device
 from . import app, err, out
 
 
@@ -34,6 +35,7 @@ def cost(
     download) is applied to the same messages. On a CPU a defense that works through the batch (Soteria) is measured
     on one user: it takes a minute for each of them on ResNet18.
     """
+    device = str(pick_device(device))
     size = batch_size or (32 if device.startswith("cuda") else 2)
     pairs = [(m, d) for m in model or paper.MODELS for d in defense or LINE_UP]
     costs = [

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..data import load
 from ..generator import GeneratorSettings, load_generator, save_generator, train_generator
+from ..training.job import pick_device
 from . import app, err, out
 
 generator_app = typer.Typer(help="The picture generator that the attack GGL searches.", no_args_is_help=True)
@@ -51,7 +52,7 @@ def train(
         def show(done: int, losses: dict[str, float]) -> None:
             bar.update(task, completed=done, news="  ".join(f"{name} {value:.4f}" for name, value in losses.items()))
 
-        made = train_generator(pictures, settings, device=_device(device), checkpoint=checkpoint, on_step=show)
+        made = train_generator(pictures, settings, device=pick_device(device), checkpoint=checkpoint, on_step=show)
     save_generator(made, target)
     checkpoint.unlink()
     out.print(f"{target}: {target.stat().st_size / 1e6:.1f} MB", highlight=False, soft_wrap=True)
@@ -78,9 +79,3 @@ def sample(
     image = Image.fromarray(pixels.expand(-1, -1, 3).contiguous().numpy())
     image.resize((4 * image.width, 4 * image.height), Image.Resampling.NEAREST).save(target)
     out.print(str(target), highlight=False, soft_wrap=True)
-
-
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"

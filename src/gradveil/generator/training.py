@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -90,6 +90,7 @@ class Trainer:
 
     def __init__(self, data: Dataset, settings: GeneratorSettings, device: torch.device | str) -> None:
         self.settings, self.device, self.done = settings, torch.device(device), 0
+        self._origin = {"settings": repr(settings), "data": data.digest}
         channels, side, other = data.input_shape
         if side != other:
             raise ValueError(f"the generator needs square pictures, got {side} x {other}")
@@ -180,7 +181,7 @@ class Trainer:
         path.parent.mkdir(parents=True, exist_ok=True)
         own = {name: t.detach().cpu().clone().contiguous() for name, t in self.state_dict().items()}
         scratch = path.with_name(path.name + ".tmp")
-        save_file(own, scratch)
+        save_file(own, scratch, self._origin)
         with scratch.open("rb") as handle:
             os.fsync(handle.fileno())
         scratch.replace(path)
@@ -188,11 +189,16 @@ class Trainer:
     def load(self, path: Path) -> None:
         """Go on from a file written by `save`; raises `StateError` if it is of another run."""
         try:
+            with safe_open(path, "pt") as file:
+                origin = file.metadata() or {}
             saved = load_file(path)
             for name, module in (("makers", self.makers), ("critic", self.critic), ("kept", self.kept)):
                 module.load_state_dict(tree.only(name, saved))
         except (OSError, SafetensorError, RuntimeError) as error:
             raise StateError(f"{path} is not a checkpoint of this training: {error}") from error
+        for what, wanted in self._origin.items():
+            if origin.get(what) != wanted:
+                raise StateError(f"{path} is a checkpoint of training with other {what}: give the same, or delete it")
         for name, optimizer in (("make", self.make), ("judge", self.judge)):
             state: dict[int, Tensors] = {}
             for key, value in tree.only(name, saved).items():

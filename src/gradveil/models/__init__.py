@@ -39,12 +39,18 @@ def build(name: str, *, num_classes: int, input_shape: tuple[int, ...], seed: in
     """
     check.at_least(1, num_classes=num_classes)
     shape = tuple(input_shape)
+    if not shape or min(shape) < 1:
+        raise ConfigError(f"input_shape must hold sizes of 1 or more, got {shape}")
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed the GPU's
         if ":" in name:
             return _imported(name, num_classes, shape)
         table = {key: partial(make, num_classes, shape) for key, make in MODELS.items()}
-        return cast(nn.Module, spec.build(cast(Any, table), name, "model"))
+        try:
+            model = cast(nn.Module, spec.build(cast(Any, table), name, "model"))
+        except RuntimeError as error:
+            raise ConfigError(f"model {name} cannot take inputs of shape {shape}: {error}") from error
+        return _fitting(model, name, num_classes, shape)
 
 
 def _imported(path: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
@@ -60,12 +66,16 @@ def _imported(path: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.M
         raise ConfigError(f"model {path}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {path} gave {type(model).__name__}, expected an nn.Module")
+    return _fitting(model, path, num_classes, input_shape)
+
+
+def _fitting(model: nn.Module, name: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     try:
         found = tuple(dry_run(model, input_shape).shape)
     except (RuntimeError, ValueError, TypeError) as error:
-        raise ConfigError(f"model {path} cannot take inputs of shape {input_shape}: {error}") from error
+        raise ConfigError(f"model {name} cannot take inputs of shape {input_shape}: {error}") from error
     if found != (2, num_classes):
-        raise ConfigError(f"model {path} gives outputs {found} for 2 inputs, expected (2, {num_classes})")
+        raise ConfigError(f"model {name} gives outputs {found} for 2 inputs, expected (2, {num_classes})")
     return model
 
 
