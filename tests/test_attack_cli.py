@@ -25,6 +25,7 @@ def test_pictures_scores_and_going_on(tmp_path):
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert len(scores["scores"]["mse"]) == 2
     assert set(scores["floor"]) == {"mean_image", "grey", "random_picture"}
+    assert scores["floor"] == blind(AttackJob(AttackSettings(data="digits", pictures=2)), [0, 1])
     assert scores["attack"]["steps"] == 3
     assert scores["defense"]["name"] == "error_feedback"
     assert scores["threat"]["labels"]
