@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from gradveil.attacks import Chained, GradientMatching, Joint, RepeatedRounds
-from gradveil.attacks.adaptive import flat, forgets, freshness, understand
+from gradveil.attacks.adaptive import flat, forgets, freshness, shaped, understand
+from gradveil.attacks.bypass import UpToEncoder
 from gradveil.attacks.rounds import accumulated, averaged, feeds_back
-from gradveil.defenses import Chain, DualPrune, ErrorFeedback, GaussianNoise, Quantize, TopK, dgp
+from gradveil.defenses import PRECODE, Chain, DualPrune, ErrorFeedback, GaussianNoise, Hardened, Quantize, TopK, dgp
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient
 
@@ -46,6 +47,31 @@ def test_repeating_the_model_wears_error_feedback_out():
     assert float(known.float().mean()) > 0.5
     assert torch.allclose(target.sent[known], truth[known], rtol=1e-3, atol=1e-7)
     assert ssim(RepeatedRounds(QUICK), [seen], THREE[:1]) > ssim(QUICK, [replace(seen, earlier=())], THREE[:1]) + 0.1
+
+
+def test_a_missing_round_does_not_spoil_the_sum():
+    net = model()
+    seen = rounds(net, [THREE[0]] * 5, dgp(), lr=0.0)
+    target = RepeatedRounds().target(replace(seen, earlier=(seen.earlier[0], *seen.earlier[2:])))
+    truth = flat(gradient(net, seen.loss_fn, THREE[0]))
+    known = target.weight != 0
+    assert bool(known.any())
+    assert torch.allclose(target.sent[known], truth[known], rtol=1e-3, atol=1e-7)
+
+
+def test_repeating_the_model_goes_round_a_bottleneck_too():
+    defense = PRECODE(latent=32)
+    seen = rounds(defense.prepare_model(model()), [THREE[0]] * 3, defense, lr=0.0)
+    view, target = RepeatedRounds(QUICK).sum(seen)
+    assert isinstance(view.model, UpToEncoder)
+    assert torch.equal(target.sent, flat(view.grads))
+    assert torch.isfinite(RepeatedRounds(replace(QUICK, steps=2)).run(seen, rngs(1)[0]).inputs).all()
+
+
+def test_summed_tensors_count_by_what_noise_is_left_in_them():
+    seen = rounds(model(), [THREE[0]] * 8, Hardened(noise=4.0, examples=1), lr=0.0)
+    weights = [float(w.amax()) for w in shaped(RepeatedRounds(QUICK).target(seen).weight, seen.grads).values()]
+    assert max(weights) > 2 * min(weights)
 
 
 def test_other_weights_are_not_a_repetition():

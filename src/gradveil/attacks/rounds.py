@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
+from ..defenses import Chain
 from ..errors import NeedError
 from ..gradients import parameters
-from .adaptive import Target, flat, forgets, shaped, understand
+from .adaptive import Target, Understanding, flat, forgets, shaped, understand
+from .bypass import INNER, before_bottleneck
 from .capture import full_precision
 from .matching import GradientMatching
 from .simulate import simulator
@@ -57,23 +59,57 @@ class RepeatedRounds(Attack):
         return self.run_many([seen], [rng])[0]
 
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
-        targets = [self.target(one) for one in seen]
         # Labels are read off the sum as well, not off the last upload.
-        summed = [replace(one, grads=shaped(t.sent, one.grads)) for one, t in zip(seen, targets, strict=True)]
+        summed, targets = zip(*(self.sum(one) for one in seen), strict=True)
         return self.inner.run_at(summed, targets, rngs)
 
     def target(self, seen: Observation) -> Target:
         """Return the gradient that the rounds with these weights add up to, and where it is known."""
-        same = set(next(group for group in alike([seen, *seen.earlier]) if 0 in group))
-        rounds = [one for i, one in enumerate(seen.earlier, start=1) if i in same]
-        if not rounds:
-            raise NeedError("no earlier upload was made with these weights: the server must repeat them")
-        known_defense = understand(seen)
-        uploads = torch.stack([known_defense.received(one.grads) for one in (*rounds, seen)])
-        whole = rounds[0].round == 0
-        values, known = (accumulated if feeds_back(seen.defense, seen) else averaged)(uploads, whole)
-        noise = self.inner.aim(seen, known_defense).noise / len(uploads)
-        return Target(values, known.to(values.dtype), noise=noise)
+        return self.sum(seen)[1]
+
+    def sum(self, seen: Observation) -> tuple[Observation, Target]:
+        """Return one upload that stands for all rounds with these weights, and what of it to compare."""
+        feedback = feeds_back(seen.defense, seen)
+        rounds = repetitions(seen, gapless=feedback)
+        known = understand(seen)
+        uploads = torch.stack([known.received(one.grads) for one in rounds])
+        values, ever = (accumulated if feedback else averaged)(uploads, rounds[0].round == 0)
+        view = replace(seen, grads=shaped(values, seen.grads), earlier=())
+        there = shaped(ever.to(values.dtype), seen.grads)
+        if self.inner.adaptive:
+            view = before_bottleneck(view)
+        less = len(rounds) if takes_noise_back(seen.defense, seen) else len(rounds) ** 0.5
+        does = {name: replace(b, noise=b.noise / less, floor=0.0) for name, b in (known.behaviour or {}).items()}
+        target = self.inner.aim(view, Understanding(None, does or None))
+        weight = torch.cat([there[name.removeprefix(INNER)].flatten() for name in view.grads])
+        weight = weight if target.weight is None else weight * target.weight
+        # Noise that follows the gradient's size is less here than on the attacker's own gradient, which is larger.
+        noise = min(target.noise, self.inner.aim(seen, known).noise / len(rounds))
+        return view, replace(target, sent=flat(view.grads) * weight, weight=weight, noise=noise)
+
+
+def repetitions(seen: Observation, gapless: bool) -> list[Observation]:
+    """Return the uploads made with these weights, this one last; `gapless` ends at the first that is missing.
+
+    Across a gap nobody can say what a client with error feedback has kept.
+    """
+    same = set(next(group for group in alike([seen, *seen.earlier]) if 0 in group))
+    chain = [seen]
+    for i in range(len(seen.earlier), 0, -1):
+        one = seen.earlier[i - 1]
+        if i in same and (not gapless or one.round == chain[0].round - 1):
+            chain.insert(0, one)
+        elif gapless:
+            break
+    if len(chain) == 1:
+        raise NeedError("no earlier upload was made with these weights: the server must repeat them")
+    return chain
+
+
+def takes_noise_back(defense: Defense | None, seen: Observation) -> bool:
+    """Say whether the noise of one round is corrected in the next, because it is added under the error feedback."""
+    parts = defense.parts if isinstance(defense, Chain) else ()
+    return feeds_back(defense, seen) and all(feeds_back(part, seen) for part in parts if part.noisy)
 
 
 def averaged(uploads: Tensor, whole: bool = True) -> tuple[Tensor, Tensor]:
