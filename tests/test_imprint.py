@@ -78,6 +78,16 @@ def test_undefended_batches_of_nine_are_copied(name):
     assert sum(exact) / 4 >= 8.5
 
 
+def test_a_batch_larger_than_the_bins_is_not_taken_for_noise():
+    data = load("photos", split="all", size=16)
+    attack = Imprint(bins=200).fitted(Identity(), data.mean, data.std)
+    model = build("mlp", num_classes=data.num_classes, input_shape=data.input_shape, seed=0).eval()
+    batch = data.batch(range(256))
+    seen = upload(attack.plant(model, data.input_shape, torch.Generator().manual_seed(1)), batch, Identity(), data)
+    found = attack.run(seen, torch.Generator().manual_seed(0)).inputs
+    assert int((torch.cdist(batch.inputs.flatten(1), found.flatten(1)).amin(1) < 0.5).sum()) > 60
+
+
 @pytest.mark.parametrize("train", [False, True])
 def test_resnet18_in_both_modes(train):
     assert float((steal(fitted(Identity()), "resnet18", Identity(), count=4, train=train) > 0.99).sum()) >= 3

@@ -29,6 +29,7 @@ PHOTO_MEAN, PHOTO_SPREAD = 0.47, 0.12  # of the mean of a natural photograph, pi
 ROUNDING = 1e-6  # rows that differ by less than this share of themselves may be equal
 NEVER = 1e4  # spreads above the centre: no picture gets there
 NOISE_MARGIN = 1.5  # of mean squares over thousands of entries, whose chance spread is far smaller
+QUIET = 0.1  # share of neighbouring rows that no picture separates, at least
 SCATTERED = 0.9  # a band of which less arrives was thinned at random
 
 
@@ -201,9 +202,10 @@ def _steps(weight: Tensor) -> Tensor:
     empty = ~sent.any(1)
     both = (sent[:-1] & sent[1:]) | empty[:-1, None] | empty[1:, None]
     gap = ((weight[:-1] - weight[1:]) * both).square().sum(1) / both.sum(1).clamp_min(1)
-    # Most neighbours are equal, so the middle gap is noise; a picture stands out from it, and from rounding.
+    # Some neighbours are equal even in a large batch, so a small gap is noise; a picture stands out from it, and from
+    # rounding.
     level = weight.square().mean(1)
-    return gap > torch.maximum(NOISE_MARGIN * gap.median(), ROUNDING**2 * (level[:-1] + level[1:]))
+    return gap > torch.maximum(NOISE_MARGIN * gap.quantile(QUIET), ROUNDING**2 * (level[:-1] + level[1:]))
 
 
 def _pooled(rows: Tensor, run: Tensor, runs: int) -> tuple[Tensor, Tensor]:
