@@ -133,6 +133,15 @@ def test_noise_over_pruning_does_not_hide_what_was_sent(prunes, noise):
     assert bool(arrived[bare.abs() > 10 * noise].all())
 
 
+@pytest.mark.parametrize("name", ["lenet", "cnn6"])
+@pytest.mark.parametrize("drowns", [Hardened(examples=1), Hardened(noise=2.0, examples=1), GaussianNoise(1.0)], ids=str)
+def test_noise_that_drowns_everything_is_not_taken_for_pruning(name, drowns):
+    seen = uploads(model(name), ONES[:1], drowns)[0]
+    known = understand(seen)
+    assert not any(done.prunes or done.floor for done in known.behaviour.values())
+    assert bool(known.arrived(seen.grads).all())
+
+
 def test_noise_over_dual_pruning_costs_the_attacker_little():
     noisy = uploads(model("cnn6"), ONES, Chain(DualPrune(), GaussianNoise(1e-6)))
     assert ssim(QUICK, noisy, ONES) > ssim(replace(QUICK, masked="never"), noisy, ONES) + 0.1

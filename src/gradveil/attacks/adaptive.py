@@ -23,6 +23,7 @@ BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
 STALE = 0.3  # weight of an entry that may hold older batches, beside one that cannot
 PATIENCE = 64  # batches after which a defense that sends nothing is taken at its word
 FLOOR = 4.0  # deviations of the noise beyond which an entry cannot be noise alone
+STANDS_OUT = 0.01  # share of the entries that must, before others can be said to be missing
 HIDDEN = 10.0  # deviations by which an entry would stand out had it been sent
 RUNS = 4  # of a defense, to tell its noise from what it always does
 BENT = 1e-2  # change of the values, relative to their size, that is worth imitating
@@ -145,6 +146,8 @@ def _with_zeros(sent: Tensor) -> Tensor:
 def _covers_zeros(own: Tensor, mean: Tensor, noise: float) -> bool:
     """Say whether the noise (of the mean) hides that entries were left out, the attacker's own values being known."""
     sent = mean.abs() > FLOOR * noise
+    if float(sent.float().mean()) < STANDS_OUT:
+        return False  # noise drowns everything: a value that does not stand out was not left out
     factor = (own * mean)[sent].sum() / own[sent].square().sum().clamp_min(1e-30)
     return bool(noise > 0 and sent.any() and (~sent & (factor * own.abs() > HIDDEN * noise)).any())
 
