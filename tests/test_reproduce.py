@@ -387,7 +387,6 @@ def test_results_on_two_copies_of_the_data_never_take_each_others_place(copies: 
             assert result["digests"]["test"] == data.load("cifar10", split="test", root=copies / copy).digest
     assert store.on_original(store.load(in_scratch / "r" / "quick" / f"{train}.json"))  # still
     runs = [json.loads((path / "result.json").read_text()) for path in Path("runs/reproduce").glob(f"{train}_*")]
-    assert len({run["accuracy"] for run in runs}) <= 2
     assert {run["digests"]["test"] for run in runs} == {
         data.load("cifar10", split="test", root=copies / copy).digest for copy in "AB"
     }
