@@ -230,10 +230,13 @@ def train(
 
 @app.command()
 def draw(
-    model: Model = "resnet18", out: Out = Path("results/frontier"), picture: Path = Path("docs/frontier.png")
+    model: Model = "resnet18",
+    out: Out = Path("results/frontier"),
+    picture: Path = Path("docs/frontier.png"),
+    tables: Annotated[Path | None, typer.Option(help="folder of `gradveil reproduce` results that count too")] = None,
 ) -> None:
     """Draw what the worst attack gains over its floor against accuracy, for one model; a dot's size is the upload."""
-    draw_picture(Store(out), model, picture)
+    draw_picture(Store(out, tables), model, picture)
 
 
 @app.command()
