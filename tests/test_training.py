@@ -30,7 +30,7 @@ from gradveil.training.feed import Feed
 from gradveil.training.log import read_rounds
 from gradveil.training.loop import Upload, Work
 from gradveil.training.protectors import White
-from gradveil.training.run import run, trainer_for
+from gradveil.training.run import run, summary, trainer_for
 
 assert commands  # importing it registers the commands
 TINY = Settings(model="mlp(hidden=32)", data="digits", users=4, epochs=1, rounds=6, lr="0.2", eval_every=1000)
@@ -483,6 +483,39 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     assert [line["index"] for line in read_rounds(path)] == [0, 1]
 
 
+def test_a_refused_continuation_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
+    run(TINY, tmp_path, minutes=0.0)
+    before = (tmp_path / "settings.toml").read_text()
+    line = ["train", str(tmp_path / "settings.toml"), "--resume", f"--out={tmp_path}", "--no-progress"]
+    refused = CliRunner().invoke(app, [*line, "--defense=none"])
+    assert isinstance(refused.exception, ConfigError)
+    assert (tmp_path / "settings.toml").read_text() == before
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    line = ["train", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run")]
+    assert isinstance(CliRunner().invoke(app, line).exception, ConfigError)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tf32_is_refused_where_it_would_do_nothing() -> None:
+    with pytest.raises(ConfigError, match="use float32"):
+        assemble(replace(TINY, precision="tf32", device="cpu"))
+
+
+def test_pictures_have_the_size_that_was_asked_for() -> None:
+    test = assemble(replace(TINY, size=12)).test
+    assert test is not None
+    assert test.input_shape == (1, 12, 12)
+
+
+def test_seconds_of_the_defense_do_not_count_the_first_round_which_compiles() -> None:
+    trainer = trained(replace(TINY, rounds=1))
+    rounds = [{"seconds": 1.0, "loss": 1.0, "users_measured": 4, "defense_seconds": s} for s in (9.0, 0.1, 0.2)]
+    rounds = [{**r, "index": i, "residual_ratio": 1.0, "gamma": 0.5} for i, r in enumerate(rounds)]
+    assert summary(trainer, "finished", rounds)["per_user_and_round"]["defense_seconds"] == 0.2
+
+
 # The command
 
 
@@ -495,6 +528,7 @@ def test_the_command_reads_a_file_takes_flags_and_writes_what_it_resolved(tmp_pa
     assert "test accuracy" in done.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["settings"]["users"], result["rounds_done"]) == (3, 3)
+    assert '# resolved: augment = "none"\n' in (tmp_path / "run" / "settings.toml").read_text()
     again = CliRunner().invoke(app, ["train", str(tmp_path / "run" / "settings.toml"), "--out", str(tmp_path / "two")])
     assert again.exit_code == 0, again.output
     second = json.loads((tmp_path / "two" / "result.json").read_text())
@@ -522,6 +556,9 @@ def test_the_command_refuses_unknown_keys_and_reports_divergence(tmp_path: Path)
         ({"local_steps": 2}, "set algorithm to fedavg"),
         ({"batchnorm": "mean"}, "one of average, first, local"),
         ({"users": 0}, "users must be a whole number of at least 1"),
+        ({"momentum": 2.0}, r"momentum must be a share in \[0, 1\]"),
+        ({"seed": 2**63}, "seed must be below"),
+        ({"size": -1}, "size must be a whole number"),
     ],
 )
 def test_settings_refuse_what_makes_no_sense(changes: dict[str, Any], message: str) -> None:

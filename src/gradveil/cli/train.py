@@ -8,10 +8,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..config import dump_toml, from_mapping, read_toml
+from ..config import from_mapping, read_toml
 from ..training.job import Job
 from ..training.rounds import Round
-from ..training.run import holds_run, run
+from ..training.run import run
 from ..training.settings import Settings
 from . import app, err, out
 from .options import with_options
@@ -23,7 +23,7 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="TOML file.")] = None,
     folder: Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder; by default in runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if any.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Stop after this long, with a checkpoint.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this long, with a checkpoint.")] = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
     **flags: Any,
 ) -> None:
@@ -36,9 +36,6 @@ def train(
     values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
     settings = from_mapping(values, Settings, str(config or "gradveil train"))
     folder = folder or Path("runs") / _name(settings)
-    if resume or not holds_run(folder):  # otherwise `run` refuses, and that run keeps its settings
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "settings.toml").write_text(dump_toml(settings), encoding="utf-8")
     with Progress(*_columns(), console=err, disable=not progress, refresh_per_second=2) as bar:
         task = bar.add_task("preparing", total=None, news="")
 

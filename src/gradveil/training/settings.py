@@ -22,6 +22,7 @@ class Settings:
     model: str = _option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
     data: str = _option("digits", "cifar10, cifar100, digits, photos, or a folder with one sub-folder per class.")
     root: str = _option("", "Where the dataset's files lie; empty: the usual places.")
+    size: int = _option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
     defense: str = _option("dgp", "What protects each upload, such as none, dgp, adgp, topk or dual_prune(top=0.1).")
     algorithm: str = _option("fedsgd", "fedsgd: users send a gradient. fedavg: they send what local steps changed.")
     local_steps: int = _option(1, "Local steps of a user in a round (fedavg only).")
@@ -40,7 +41,9 @@ class Settings:
         "BatchNorm running statistics after a round: average (over the participants), first (those of the "
         "lowest-numbered participant), or local (kept by each user, averaged only to evaluate).",
     )
-    precision: str = _option("float32", "float32, tf32 (GPU), or bf16 (autocast; weights and residuals stay float32).")
+    precision: str = _option(
+        "float32", "float32, tf32 (GPU only), or bf16 (autocast; weights and residuals stay float32)."
+    )
     engine: str = _option("auto", "reference, fast, or auto: fast on a GPU if the run allows it.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
     deterministic: bool = _option(False, "Only repeatable GPU kernels; slower. On a CPU runs always repeat exactly.")
@@ -57,9 +60,12 @@ class Settings:
         check.one_of(("auto", "reference", "fast"), engine=self.engine)
         check.at_least(1, local_steps=self.local_steps, users=self.users, batch_size=self.batch_size)
         check.at_least(1, epochs=self.epochs, eval_every=self.eval_every)
-        check.at_least(0, participants=self.participants, rounds=self.rounds, seed=self.seed)
+        check.at_least(0, size=self.size, participants=self.participants, rounds=self.rounds, seed=self.seed)
         check.at_least(0, wire_every=self.wire_every, checkpoint_every=self.checkpoint_every)
-        check.non_negative(alpha=self.alpha, momentum=self.momentum, weight_decay=self.weight_decay)
+        check.non_negative(alpha=self.alpha, weight_decay=self.weight_decay)
+        check.fraction(momentum=self.momentum)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.participants > self.users:
             raise ValueError(f"participants must be at most users, got {self.participants} of {self.users}")
         if self.algorithm == "fedsgd" and self.local_steps != 1:
