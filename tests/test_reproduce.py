@@ -277,6 +277,47 @@ def test_recorded_results_are_small_and_say_what_they_are() -> None:
     assert all(p.stat().st_size < 100_000 for p in RESULTS.glob("**/*.webp"))
 
 
+def test_the_page_names_what_was_not_run_and_counts_what_was(tmp_path: Path) -> None:
+    done = FULL.attack("ig", "topk", batch_size=2)
+    store.write(store.path_of(tmp_path, "full", done), fake(done, 0.5, 0.5))
+    text = pages.render(tmp_path)
+    assert re.search(r"\| \[figures\]\(#figures\) \|.*\| 1 of \d+ \|", text)
+    part = text.partition("### Batches of 2 and 4, IG")[2].partition("###")[0]
+    assert "| batch 2, topk |" in part
+    assert "| batch 2, none |" not in part, "a line without any figure is named below the table"
+    assert "Not run: batch 2, none; batch 2, dgp; batch 4, none; batch 4, topk; batch 4, dgp." in part
+    assert "PRECODE has no line" in text.partition("### R-GAP on CNN6")[2].partition("###")[0]
+
+
+def test_the_page_names_every_commit_and_machine_behind_a_line(tmp_path: Path) -> None:
+    dgp = FULL.attack("ig", "dgp")
+    for seed, commit in ((0, "aaaaaaaaaa"), (1, "bbbbbbbbbb")):
+        result = fake(dgp, 0.5, 0.5, seed)
+        store.write(
+            store.path_of(tmp_path, "full", replace(dgp, seed=seed)),
+            result | {"environment": result["environment"] | {"commit": commit}},
+        )
+    assert "| 0, 1 | NVIDIA H200, 2026-01-02, `aaaaaaaaaa`, `bbbbbbbbbb` |" in pages.render(tmp_path)
+
+
+def test_identification_stands_beside_its_blind_floor(tmp_path: Path) -> None:
+    dgp = FULL.attack("ig", "dgp")
+    result = fake(dgp, 0.5, 0.5)
+    result["scores"]["identified"] = [1.0, 0.0, 0.0, 0.0]
+    result["floor"] = {"grey": {"ssim": 0.1, "identified": 0.0}, "mean": {"ssim": 0.2, "identified": 0.12}}
+    store.write(store.path_of(tmp_path, "full", dgp), result)
+    assert "| 0.200 | 25 (12) | 4 |" in pages.render(tmp_path)
+
+
+def test_a_reason_is_written_once_and_pointed_at_afterwards(tmp_path: Path) -> None:
+    for cell in (FULL.attack("rob", "dgp"), FULL.attack("rob", "dgp", "lenet")):
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, 0.5, 0.1))
+    text = pages.render(tmp_path)
+    assert text.count("what stands for an empty guess decides") == 1
+    pointed = "- lenet, dgp (LPIPS, SSIM7); resnet18, dgp (LPIPS, SSIM7): as under [Rob on ResNet18](#rob-on-resnet18)."
+    assert pointed in text
+
+
 def fake(cell: AttackCell, ssim: float, lpips: float, seed: int = 0) -> dict[str, Any]:
     cell = replace(cell, seed=seed)
     scores = {"ssim": [ssim] * 4, "paper_ssim": [ssim] * 4, "lpips": [lpips] * 4, "psnr": [20.0] * 4, "mse": [0.01] * 4}
@@ -316,9 +357,9 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
     assert "0.287" in line
     assert "NVIDIA H200, 2026-01-02, `0123456789`" in line
     assert "| 8 | 0, 1 |" in line
-    sentences = [row for row in text.splitlines() if row.startswith("- dgp, ")]
-    assert len(sentences) == 1, "LPIPS agrees, SSIM does not"
-    assert "SSIM 0.090 against 0.287" in sentences[0]
+    sentences = [row for row in text.splitlines() if row.startswith("- dgp ")]
+    assert len(sentences) == 1, "one line of the page differs"
+    assert sentences[0].startswith("- dgp (SSIM7): "), "LPIPS agrees, SSIM does not"
     assert "tested (`results/reasons/rgap_failed.json`): nothing is recovered in either case" in sentences[0]
     assert "never isolates the last bin" in text
     assert "not run" in text
@@ -344,7 +385,7 @@ def test_results_on_another_copy_of_the_data_stand_apart(tmp_path: Path) -> None
         store.write(path, fake(dgp, 0.5, 0.5) | {"digests": digests})
         assert figures.results_of(tmp_path, "full", Entry("", "", dgp)) == []
         text = pages.render(tmp_path)
-        assert f"| `{key(dgp)}` |  | 0.500 | 0.500 | 4 |" in text.partition("## Another copy of CIFAR-10")[2]
+        assert f"| `{key(dgp)}` |  | 0.500 | 0.100 | 0.500 | 4 |" in text.partition("## Another copy of CIFAR-10")[2]
     store.write(path, fake(dgp, 0.5, 0.5))
     assert len(figures.results_of(tmp_path, "full", Entry("", "", dgp))) == 1
     assert "## Another copy" not in pages.render(tmp_path)
