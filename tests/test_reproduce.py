@@ -499,7 +499,7 @@ def test_the_view_shows_originals_from_the_readers_copy(in_scratch: Path) -> Non
 def card(tmp_path: Path) -> dict[str, Any]:
     for attack, ssim in (("ig+mask", 0.98), ("gi+mask", 0.7), ("rob+fit", 0.97)):
         cell = FULL.attack(attack, "dgp")
-        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.01))
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.01) | {"n": 20})
     return cards.make("dgp", tmp_path)
 
 
@@ -526,6 +526,13 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
         ({"threats": []}, "first upload"),
         ({"bytes": {"up": 0, "dense": 4}}, "above 0"),
         ({"bytes": {"up": True, "dense": 4}}, "type number"),
+        ({"bytes": {"up": math.nan, "dense": 4}}, "finite"),
+        ({"by": "me\n\n# A heading"}, "one line"),
+        ({"defense": "best | 1.000"}, "one line without |"),
+        ({"text": "a:b`<img src=x>"}, "one line without |"),
+        ({"source": " "}, "1 to 300 characters"),
+        ({"date": "yesterday"}, "date must look like"),
+        ({"setting": {"model": "lenet", "data": "digits", "batch_size": 0, "pictures": 20}}, "batch_size must be"),
         ({"setting": {"model": "resnet18"}}, "data is missing"),
         (
             {"accuracy": {"percent": 930, "undefended_percent": 93, "setting": "", "evidence": ""}},
@@ -535,6 +542,49 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
 )
 def test_the_validator_says_what_is_wrong(card: dict[str, Any], change: dict[str, Any], complaint: str) -> None:
     assert any(complaint in text for text in cards.problems({**card, **change}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("n", 19), ("lpips", -0.1), ("identified", 2)])
+def test_the_validator_looks_at_the_scores(card: dict[str, Any], field: str, value: float) -> None:
+    threat = {**card["threats"][0], field: value}
+    assert any(f"threats[0]: {field} must" in text for text in cards.problems({**card, "threats": [threat]}))
+
+
+def test_a_file_that_is_no_card_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    assert isinstance(CliRunner().invoke(app, ["leaderboard", "check", str(path)]).exception, ConfigError)
+
+
+def test_leaving_threats_out_is_no_way_up_the_board(card: dict[str, Any], tmp_path: Path) -> None:
+    assert {t["threat"] for t in card["threats"]} == {"first upload", "active"}
+    first = {**card["threats"][0], "ssim": 0.1}
+    (tmp_path / "cards").mkdir()
+    for name, content in (("dgp", card), ("untried", {**card, "defense": "untried", "threats": [first]})):
+        (tmp_path / "cards" / f"{name}.json").write_text(json.dumps(content))
+    page = board.render(tmp_path)
+    assert page.index("| dgp<br>") < page.index("| untried<br>")
+
+
+def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:
+    for attack, ssim, picked in (("ig+mask", 0.2, 0.0), ("ig+coarse", 0.1, 1.0)):
+        cell = FULL.attack(attack, "dgp")
+        result = fake(cell, ssim, 0.4) | {"n": 20}
+        result["scores"]["identified"] = [picked] * 4
+        store.write(store.path_of(tmp_path, "full", cell), result)
+    card = cards.make("dgp", tmp_path)
+    assert [(t["ssim"], t["identified"]) for t in card["threats"]] == [(0.2, 0.0), (0.1, 1.0)]
+    (tmp_path / "cards").mkdir()
+    (tmp_path / "cards" / "dgp.json").write_text(json.dumps(card))
+    assert "0.200 (blind 0.100), identified 100 %" in board.render(tmp_path)
+
+
+def test_the_cards_of_this_repository_follow_its_results() -> None:
+    for path in (RESULTS / "cards").glob("*.json"):
+        card = cards.load(path)
+        if card["by"] == "gradveil":
+            made = cards.make(card["defense"], RESULTS)
+            assert card == made, f"run: gradveil leaderboard card {card['defense']}, then gradveil leaderboard render"
 
 
 def test_the_example_on_the_page_is_valid() -> None:
