@@ -611,6 +611,14 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     quick = runner.invoke(app, ["reproduce", "main", "--cells", "rob_none_*", "--device", "cpu", "--out", "results"])
     assert quick.exit_code == 0, quick.output
     assert "QUICK SCALE" in quick.output
+    page = (in_scratch / "runs" / "reproduce" / "main-quick.md").read_text()
+    assert "QUICK SCALE" in page
+    assert "cnn6 in place of resnet18" in page
+    assert "| none |" in page.partition("### Rob on ResNet18")[2]
+    assert "| 0.023 |" in page.partition("### Rob on ResNet18")[2], "the paper's value"
+    strip = re.search(r"\((\S*rob_none_\S*webp)\)", page)
+    assert strip
+    assert (in_scratch / "runs" / "reproduce" / strip[1]).exists()
     (in_scratch / "docs").mkdir()
     for words in (["reproduce", "render"], ["leaderboard", "render"], ["reproduce", "view", "main"]):
         done = runner.invoke(app, words)
@@ -628,6 +636,10 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     assert runner.invoke(app, ["leaderboard", "check", str(good)]).exit_code == 0
     assert runner.invoke(app, ["leaderboard", "check", str(good), str(bad)]).exit_code == 1
     assert isinstance(runner.invoke(app, ["reproduce", "main", "--scale", "huge"]).exception, ValueError)
+    assert "--dry" in str(runner.invoke(app, ["reproduce", "main", "--cells", "nothing"]).exception)
+    assert "no picture or curve of cost" in str(runner.invoke(app, ["reproduce", "view", "cost"]).exception)
+    assert "there is no folder" in str(runner.invoke(app, ["reproduce", "render", "--out", "nowhere"]).exception)
+    assert "QUICK SCALE" in (in_scratch / "docs" / "results.md").read_text(), "not overwritten"
 
 
 def test_cifar100_files_of_the_official_layout_are_attacked(in_scratch: Path) -> None:

@@ -2,18 +2,29 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
 from .cells import AttackCell, CostCell, TrainingCell, key
 from .figures import Figure, deviations, figures_of, results_of, shown, summarise
-from .scales import SCALES
+from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
 from .tables import TABLES, Entry, entries
 
 Found = dict[str, Figure]
 Column = tuple[str, Callable[[Entry, Found], str]]
 
+PRINTED = {  # columns of what the paper prints -> its metric
+    "paper LPIPS": "lpips",
+    "paper SSIM7": "ssim",
+    "paper min LPIPS": "min_lpips",
+    "paper max SSIM7": "max_ssim",
+    "paper accuracy, %": "accuracy",
+    "paper prints, MiB": "mib",
+    "paper prints, s per epoch": "seconds",
+}
 HEAD = """# Results
 
 <!-- Rendered from results/ by `gradveil reproduce render`: change the results or the renderer, not this page. -->
@@ -76,17 +87,43 @@ QUICK_HEAD = """## Quick scale
 NO_QUICK = "\nNone is kept here: `gradveil reproduce all` makes them, in minutes on a CPU.\n"
 
 
+@dataclass(frozen=True)
+class _Page:
+    """Where the results of a page lie, where its pictures are, and under which heading each reason was first given."""
+
+    folder: Path
+    scale: str
+    pictures: str
+    said: dict[str, str] = field(default_factory=dict)
+
+
+def render_table(name: str, scale: Scale, folder: Path, pictures: str) -> str:
+    """Return one table, or all, at one scale, the paper's values beside ours; `pictures` leads to the strips."""
+    note = f"{scale.note}."
+    if scale.stand_ins:
+        models = ", ".join(f"{used} in place of {meant}" for meant, used in scale.stand_ins.items())
+        note += f" Whatever the headings say: {models}, {scale.data} in place of CIFAR."
+    parts = [f"# {name}, {scale.name} scale\n\n{note}\n"]
+    page = _Page(folder, scale.name, pictures)
+    for one in TABLES if name == "all" else (name,):
+        parts.append(f"## {one}\n\n{(TABLES[one].__doc__ or '').strip()}\n")
+        parts += [_part(page, title, part) for title, part in _parts(entries(one, scale)).items()]
+    return "\n".join(parts)
+
+
 def render(folder: Path) -> str:
     """Return the page for the results in `folder`."""
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: results lie where gradveil reproduce wrote them (--out)")
     parts: list[str] = []
     contents = [["table", "what", "lines recorded"]]
-    said: dict[str, str] = {}
+    page = _Page(folder, "full", "../results/full")
     for name, make in TABLES.items():
         what, lines = (make.__doc__ or "").strip(), entries(name, SCALES["full"])
         recorded = sum(bool(results_of(folder, "full", entry)) for entry in lines)
         contents.append([f"[{name}](#{name})", what, f"{recorded} of {len(lines)}"])
         parts.append(f"## {name}\n\n{what} `gradveil reproduce {name} --scale full`\n")
-        parts += [_part(folder, title, part, said) for title, part in _parts(lines).items()]
+        parts += [_part(page, title, part) for title, part in _parts(lines).items()]
     parts += [_other_copies(folder), _quick(folder)]
     return "\n".join([HEAD.format(contents=table(contents)), *parts])
 
@@ -98,9 +135,9 @@ def _parts(lines: list[Entry]) -> dict[str, list[Entry]]:
     return found
 
 
-def _part(folder: Path, title: str, lines: list[Entry], said: dict[str, str]) -> str:
-    """Return one heading with its table; `said` maps reasons to the heading they were first given under."""
-    results = [results_of(folder, "full", entry) for entry in lines]
+def _part(page: _Page, title: str, lines: list[Entry]) -> str:
+    """Return one heading with its table."""
+    results = [results_of(page.folder, page.scale, entry) for entry in lines]
     figures = [figures_of(entry, found) for entry, found in zip(lines, results, strict=True)]
     text = f"### {title}\n\n" + (f"{NOTES[title]}\n\n" if title in NOTES else "")
     if not any(results):
@@ -121,8 +158,8 @@ def _part(folder: Path, title: str, lines: list[Entry], said: dict[str, str]) ->
     text += table(rows)
     missing = [entry.label for entry, found in zip(lines, results, strict=True) if not (found or entry.paper)]
     text += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
-    text += _sentences(title, run, said)
-    return text + _strips(lines, results)
+    text += _sentences(title, run, page.said) if page.scale == "full" else ""
+    return text + _strips(page, lines, results)
 
 
 def _sentences(title: str, run: list[tuple[Entry, Found]], said: dict[str, str]) -> str:
@@ -145,7 +182,7 @@ def _columns(lines: list[Entry]) -> list[Column]:
         return _pair("accuracy, %", "accuracy", lines, 2)
     if isinstance(first, CostCell):
         counted: Column = ("paper's count, MiB", lambda _, f: shown(f["paper_mib"].mean))
-        cost = [*_pair("on the wire, MiB", "mib", lines), *_pair("s per epoch", "seconds", lines)]
+        cost = [*_pair("on the wire, MiB", "mib", lines), *_pair("our s per epoch", "seconds", lines)]
         return [cost[0], counted, *cost[1:]]
     found = [*_pair("LPIPS", "lpips", lines), *_pair("SSIM7", "ssim", lines)]
     found += [("SSIM", _ours("plain_ssim", 3)), ("blind", lambda _, f: shown(f["blind"].mean))]
@@ -160,7 +197,8 @@ def _columns(lines: list[Entry]) -> list[Column]:
 def _pair(title: str, metric: str, lines: list[Entry], digits: int = 3) -> list[Column]:
     pair: list[Column] = [(title, _ours(metric, digits))]
     if any(metric in entry.paper for entry in lines):
-        pair.append((f"paper {title}", lambda entry, _: _printed(entry, metric)))
+        heading = next(heading for heading, name in PRINTED.items() if name == metric)
+        pair.append((heading, lambda entry, _: _printed(entry, metric)))
     return pair
 
 
@@ -187,16 +225,7 @@ def _printed(entry: Entry, metric: str) -> str:
 
 
 def _paper_only(title: str, entry: Entry) -> str:
-    names = {
-        "LPIPS": "lpips",
-        "SSIM7": "ssim",
-        "min LPIPS": "min_lpips",
-        "max SSIM7": "max_ssim",
-        "accuracy, %": "accuracy",
-        "on the wire, MiB": "mib",
-        "s per epoch": "seconds",
-    }
-    return _printed(entry, names[title.removeprefix("paper ")]) if title.startswith("paper ") else ""
+    return _printed(entry, PRINTED[title]) if title in PRINTED else ""
 
 
 def _run(results: list[dict[str, Any]]) -> str:
@@ -218,12 +247,12 @@ def _seed(result: dict[str, Any]) -> int:
     return int(result["settings"]["seed"] if result["kind"] == "training" else result["seed"])
 
 
-def _strips(lines: list[Entry], results: list[list[dict[str, Any]]]) -> str:
+def _strips(page: _Page, lines: list[Entry], results: list[list[dict[str, Any]]]) -> str:
     """Return the reconstructions of a part, folded; the originals are shown by `gradveil reproduce view` only."""
     shown_ = {key(e.cell): e.label for e, found in zip(lines, results, strict=True) if found and "victims" in found[0]}
     if not shown_:
         return ""
-    rows = "".join(f"| {label} | ![{label}](../results/full/{name}.webp) |\n" for name, label in shown_.items())
+    rows = "".join(f"| {label} | ![{label}]({page.pictures}/{name}.webp) |\n" for name, label in shown_.items())
     return f"\n<details><summary>Reconstructions</summary>\n\n| | |\n|---|---|\n{rows}\n</details>\n"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from .. import data as datasets
 from ..data import Dataset
 from ..data.cifar import LAYOUTS
+from ..errors import ConfigError
 from .cells import AttackCell, TrainingCell, key
 from .figures import figures_of, results_of, shown
 from .scales import Scale
@@ -37,6 +38,9 @@ def page(name: str, scale: Scale, folder: Path, root: str | None) -> str:
                 parts.setdefault(entry.part, []).append(_row(entry, results, path, loaded, root))
     body = "".join(f"<h2>{escape(part)}</h2><table>{''.join(rows)}</table>" for part, rows in parts.items())
     body += _scatter(lines, folder, scale) + _curves(lines, folder, scale)
+    if not body:
+        where = folder / scale.name
+        raise ConfigError(f"{where} holds no picture or curve of {name}: gradveil reproduce {name} writes its table")
     return PAGE.format(title=escape(f"{name}, {scale.name} scale"), note=escape(scale.note), body=body)
 
 
