@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from gradveil.training.checkpoint import save_checkpoint
 from gradveil.training.compute import Compute
 from gradveil.training.fast import FastTrainer
 from gradveil.training.feed import Feed
-from gradveil.training.log import read_rounds
+from gradveil.training.log import Log, read_rounds
 from gradveil.training.loop import Upload, Work
 from gradveil.training.protectors import White
 from gradveil.training.run import run, summary, trainer_for
@@ -471,10 +472,26 @@ def test_tensorboard_gets_the_curves_if_it_is_installed(tmp_path: Path, monkeypa
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("gradveil.training.log._tensorboard", lambda folder: Board())
+    monkeypatch.setattr("gradveil.training.log._tensorboard", lambda *_: Board())
     result = run(replace(TINY, rounds=2), tmp_path)
     assert [step for name, _, step in points if name == "loss"] == [0, 1]
     assert ("accuracy", result["accuracy"], 1) in points
+
+
+def test_tensorboard_forgets_the_rounds_that_a_kill_undid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    purged: list[int | None] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            purged.append(purge_step)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    for next_round in (0, 5):
+        Log(tmp_path, next_round).close()
+    assert purged == [None, 5]
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:

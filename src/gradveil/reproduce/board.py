@@ -16,7 +16,8 @@ How much of a private picture the strongest recorded attacker recovers who knows
 accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy, "blind" is what a guess reaches that
 never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so, for whichever
 recorded attack does that best. Defenses measured under more threats come first, since an attack that nobody ran proves
-nothing; among equals those whose worst score lies least above blind guessing.
+nothing; among equals those whose worst score lies least above blind guessing. The text under a name is what was
+attacked: `hardened` by default mixes 32 examples before it sends, here it sends each by itself.
 
 {threats}
 """
