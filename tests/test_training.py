@@ -498,6 +498,9 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"index": 0}\n{"index": 1}\n{"ind')
     assert [line["index"] for line in read_rounds(path)] == [0, 1]
+    path.write_text('{"index": 0}\nnonsense\n')
+    with pytest.raises(StateError, match=r"metrics\.jsonl is damaged"):
+        read_rounds(path)
 
 
 def test_a_refused_continuation_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
@@ -538,7 +541,7 @@ def test_seconds_of_the_defense_do_not_count_the_first_round_which_compiles() ->
 
 def test_the_command_reads_a_file_takes_flags_and_writes_what_it_resolved(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
-    config.write_text('model = "mlp(hidden=16)"\nusers = 2\nrounds = 3\nlr = "0.1"\n')
+    config.write_text('model = "mlp(hidden=16)"\nusers = 2\nrounds = 3\nlr = 0.1\n')
     line = ["train", str(config), "--users", "3", "--out", str(tmp_path / "run"), "--no-progress"]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, done.output

@@ -34,6 +34,8 @@ def train(
     checkpoint.safetensors and result.json. Run the same command with --resume to go on after a stop or a kill.
     """
     values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
+    if isinstance(values.get("lr"), int | float):  # in TOML a single rate is a number
+        values["lr"] = str(values["lr"])
     settings = from_mapping(values, Settings, str(config or "gradveil train"))
     folder = folder or Path("runs") / _name(settings)
     with Progress(*_columns(), console=err, disable=not progress, refresh_per_second=2) as bar:

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..errors import StateError
 from .rounds import Round
 
 CURVES = ("loss", "accuracy", "bytes_up", "bytes_down", "residual_ratio", "gamma", "lr")
@@ -53,7 +54,10 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    try:
+        return [json.loads(line) for line in lines[:-1] if line]
+    except ValueError as error:
+        raise StateError(f"{path} is damaged, a line of it is not JSON: {error}") from error
 
 
 def _tensorboard(folder: Path, next_round: int) -> Any:
