@@ -487,6 +487,7 @@ def test_the_view_shows_originals_from_the_readers_copy(in_scratch: Path) -> Non
     page = view.page("main", TINY, in_scratch, None)
     assert 'alt="originals"' in page
     assert "QUICK SCALE" in page
+    assert "cnn6 in place of resnet18" in page
     result = store.load(store.path_of(in_scratch, "quick", outcome.cell))
     originals = store.strip_bytes(data.load("photos", split="test").pixels(result["victims"]))
     assert base64.b64encode(originals).decode() in page

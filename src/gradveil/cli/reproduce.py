@@ -64,7 +64,7 @@ def _command(name: str) -> None:
             train=train,
             command=shlex.join(["gradveil", *sys.argv[1:]]),
         )
-        out.print(f"{name}, {session.scale.note}.", markup=False, highlight=False)
+        out.print(f"{name}, {session.scale.explained}", markup=False, highlight=False)
         outcomes = run(name, session, seeds=numbers, pattern=cells, tell=_list if dry else _tell)
         count = {status: sum(o.status == status for o in outcomes) for status in STYLES}
         summary = ", ".join(f"{number} {status}" for status, number in count.items() if number)

@@ -99,11 +99,7 @@ class _Page:
 
 def render_table(name: str, scale: Scale, folder: Path, pictures: str) -> str:
     """Return one table, or all, at one scale, the paper's values beside ours; `pictures` leads to the strips."""
-    note = f"{scale.note}."
-    if scale.stand_ins:
-        models = ", ".join(f"{used} in place of {meant}" for meant, used in scale.stand_ins.items())
-        note += f" Whatever the headings say: {models}, {scale.data} in place of CIFAR."
-    parts = [f"# {name}, {scale.name} scale\n\n{note}\n"]
+    parts = [f"# {name}, {scale.name} scale\n\n{scale.explained}\n"]
     page = _Page(folder, scale.name, pictures)
     for one in TABLES if name == "all" else (name,):
         parts.append(f"## {one}\n\n{(TABLES[one].__doc__ or '').strip()}\n")
