@@ -1,7 +1,9 @@
 """Training: the protocol, its determinism, its continuation after a kill, and the fast engine against the loop."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
 from gradveil import Veil, data, tree
-from gradveil.cli import app, commands
+from gradveil.cli import app, commands, train
 from gradveil.core import Batch, Masks
 from gradveil.defenses import GaussianNoise, Identity
 from gradveil.errors import ConfigError, StateError
@@ -31,6 +35,7 @@ from gradveil.training.feed import Feed
 from gradveil.training.log import Log, read_rounds
 from gradveil.training.loop import Upload, Work
 from gradveil.training.protectors import White
+from gradveil.training.rounds import Round
 from gradveil.training.run import run, summary, trainer_for
 
 assert commands  # importing it registers the commands
@@ -633,3 +638,14 @@ def test_continuing_a_fast_run_with_ten_users_keeps_every_bit(digits: data.Datas
     list(rest)
     whole.evaluate(), rest.evaluate()
     assert all(torch.equal(t, rest.model.state_dict()[name]) for name, t in whole.model.state_dict().items())
+
+
+def test_the_progress_bar_fits_into_80_columns() -> None:
+    one = Round(15699, 99, 0.01, 1.258, 10, accuracy=0.9294, bytes_up=7.4e6, bytes_down=1.3e7)
+    page = io.StringIO()
+    with Progress(*train._columns(), console=Console(file=page, width=80, force_terminal=True)) as bar:
+        news = " ".join(train._latest([one]).values())
+        bar.add_task("chain(soteria, dgp)", total=15700, completed=15699, news=news)
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", page.getvalue()).strip().splitlines()[-1]
+    for text in ("chain(s…", "15699/15700", "loss 1.258", "acc 92.9%", "up 7.06 MiB", "down 12.40 MiB", "--:--"):
+        assert text in last, last

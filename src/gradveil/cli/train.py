@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
 from ..config import from_mapping, read_toml
 from ..training.job import Job
@@ -44,7 +44,7 @@ def train(
         def show(job: Job, rounds: list[Round]) -> None:
             bar.update(task, description=settings.defense, total=job.rounds, completed=rounds[-1].index + 1)
             latest.update(_latest(rounds))
-            bar.update(task, news="  ".join(latest.values()))
+            bar.update(task, news=" ".join(latest[name] for name in ("loss", "accuracy", "bytes") if name in latest))
 
         latest: dict[str, str] = {}
         result = run(settings, folder, resume=resume, minutes=minutes, on_rounds=show)
@@ -60,13 +60,13 @@ def _name(settings: Settings) -> str:
 
 
 def _columns() -> tuple[Any, ...]:
+    """Return columns that fit into 80 characters: the defense's name is cut before any figure is."""
     return (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=8)),
+        BarColumn(bar_width=4),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[news]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(elapsed_when_finished=False),
+        TextColumn("{task.fields[news]}", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
 
 
@@ -75,7 +75,7 @@ def _latest(rounds: list[Round]) -> dict[str, str]:
     news = {"loss": f"loss {rounds[-1].loss:.3f}"}
     for one in rounds:
         if one.accuracy is not None:
-            news["accuracy"] = f"accuracy {100 * one.accuracy:.2f} %"
+            news["accuracy"] = f"acc {100 * one.accuracy:.1f}%"
         if one.bytes_up is not None and one.bytes_down is not None:
             news["bytes"] = f"up {_size(one.bytes_up)} down {_size(one.bytes_down)}"
     return news
