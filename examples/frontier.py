@@ -26,6 +26,7 @@ from variants import VARIANTS, Gathered
 
 from gradveil import Defense, Observation, ThreatModel, Veil, data, gradient, models, observe, record
 from gradveil.attacks import ATTACKS
+from gradveil.attacks.capture import full_precision
 from gradveil.data import Dataset, to_pixels
 from gradveil.defenses import DEFENSES, CorrelatedNoise, DPNoise, Hardened
 from gradveil.gradients import parameters
@@ -173,7 +174,8 @@ def attack(
             for i, group in enumerate(groups):
                 veil = Veil(made, parameters(net), seed=seed, client=str(i))
                 rounds = [*older(rest, i * age, age, len(group)), *[group] * repeat, group]
-                seen.append(uploads(veil, net, test, rounds, device))
+                with full_precision():
+                    seen.append(uploads(veil, net, test, rounds, device))
             rngs = [derive_rng(seed, str(i), 0, "attack") for i in range(len(groups))]
             found = build(ATTACKS, name, "attack").run_many(seen, rngs)
             guesses = [to_pixels(one.inputs, test.mean, test.std).clamp(0, 1) for one in found]
@@ -228,10 +230,13 @@ def train(
 
 @app.command()
 def draw(
-    model: Model = "resnet18", out: Out = Path("results/frontier"), picture: Path = Path("docs/frontier.png")
+    model: Model = "resnet18",
+    out: Out = Path("results/frontier"),
+    picture: Path = Path("docs/frontier.png"),
+    tables: Annotated[Path | None, typer.Option(help="folder of `gradveil reproduce` results that count too")] = None,
 ) -> None:
     """Draw what the worst attack gains over its floor against accuracy, for one model; a dot's size is the upload."""
-    draw_picture(Store(out), model, picture)
+    draw_picture(Store(out, tables), model, picture)
 
 
 @app.command()

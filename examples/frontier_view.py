@@ -1,11 +1,13 @@
 """The result files of `frontier.py`: one per attack and per training run; and what is drawn and written from them."""
 
+import itertools
 import json
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from gradveil import record
@@ -13,7 +15,8 @@ from gradveil import record
 Entry = dict[str, Any]
 GALLERY = 99  # other pictures in the line-up of the identification
 KINDS = ("pixels", "coarse", "history")
-MARKED = re.compile(r"(<!-- frontier model=(\S+) batch=(\d+) -->\n)(.*?)(<!-- /frontier -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- frontier model=(\S+) batch=(\d+)( tables)? -->\n)(.*?)(<!-- /frontier -->)", re.DOTALL)
+UNMIXED = "hardened(examples=1)"  # the tables' `hardened1`: uploads of 32 examples leave it as they leave `hardened`
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Store:
     """A folder with one folder per defense, one file per entry: two writers never touch the same file."""
 
     folder: Path
+    tables: Path | None = None  # results of `gradveil reproduce` that count too
 
     @staticmethod
     def slug(text: str) -> str:
@@ -43,10 +47,39 @@ class Store:
 
     def entries(self, kind: str, **setting: Any) -> Iterator[Entry]:
         """Yield the entries of a kind whose setting agrees with this one."""
-        for path in sorted(self.folder.glob("*/*.json")):
-            entry = json.loads(path.read_text(encoding="utf-8"))
+        own = (json.loads(path.read_text(encoding="utf-8")) for path in sorted(self.folder.glob("*/*.json")))
+        for entry in itertools.chain(own, () if self.tables is None else of_tables(self.tables)):
             if entry["kind"] == kind and all(entry["setting"].get(name) == value for name, value in setting.items()):
                 yield entry
+
+
+def of_tables(folder: Path) -> Iterator[Entry]:
+    """Yield the cells of the paper's tables as entries: trainings, and attackers who know what they attack."""
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result["kind"] == "training":
+            chosen = result["settings"]
+            setting = {name: chosen[name] for name in ("model", "data", "lr", "seed", "alpha", "algorithm")}
+            setting["rounds"] = result["resolved"]["rounds"]
+            for defense in (chosen["defense"], *((UNMIXED,) if chosen["defense"] == "hardened" else ())):
+                yield {"kind": "training", "defense": defense, "setting": setting, "result": result}
+        elif result["kind"] == "attack" and _first_upload(result["cell"]):
+            cell = result["cell"]
+            yield {
+                "kind": "attack",
+                "defense": cell["defense_text"],
+                "attack": cell["attack_text"],
+                "setting": {"model": cell["model"], "batch": cell["batch_size"], "n": result["n"]},
+                "mean": {metric: fmean(values) for metric, values in result["scores"].items() if None not in values},
+                "floor": result["floor"],
+            }
+
+
+def _first_upload(cell: Entry) -> bool:
+    """Say whether a cell is of a passive search at a new client's upload, by somebody who knows the defense."""
+    knows = cell["adaptive"] or cell["defense"] == "none"
+    other = (cell["rounds"], cell["epochs"], cell["labels"] == "inferred", cell["local_steps"] > 1, cell["one_label"])
+    return knows and cell["attack"].startswith(("ig", "gi")) and not any(other)
 
 
 def floor(entry: Entry, metric: str = "ssim") -> float:
@@ -133,7 +166,8 @@ def _caption(found: dict[str, dict[str, Entry]], trained: dict[str, Entry], batc
 
 def fill_page(text: str, store: Store) -> str:
     """Return a page with every table between its markers written anew."""
-    return MARKED.sub(lambda m: m[1] + render(store, m[2], int(m[3])) + m[5], text)
+    with_tables = Store(store.folder, store.folder.parent / "full")
+    return MARKED.sub(lambda m: m[1] + render(with_tables if m[4] else store, m[2], int(m[3])) + m[6], text)
 
 
 def draw_picture(store: Store, model: str, picture: Path) -> None:
@@ -166,6 +200,8 @@ def draw_picture(store: Store, model: str, picture: Path) -> None:
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "grey", "relpos": (0, 0.5)},
             annotation_clip=False,
         )
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, high - 4), high)  # a tenth of a point must not look like a gulf
     axes.axhline(0, color="grey", lw=0.8, ls=":")
     axes.set_xlabel("test accuracy, %")
     axes.set_ylabel("SSIM of the worst attack beyond its own floor")

@@ -1,6 +1,7 @@
 """Why our cells differ from the paper's: each experiment tests one guess on the very uploads of those cells.
 
     python examples/reasons.py rgap_failed rgap_exact rob_readout rob_planted rob_pixels ats_policies --root local
+    python examples/reasons.py ig_smooth ig_smooth_deep --root local  # the second one wants a GPU
 
 Writes results/reasons/<experiment>.json, which the sentences in docs/results.md name. LPIPS weights are needed.
 """
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil import metrics, models, record
+from gradveil.attacks import ATTACKS
 from gradveil.attacks.imprint import Imprint
 from gradveil.attacks.rgap import RGAP
 from gradveil.audit import clients
@@ -30,10 +32,12 @@ from gradveil.defenses.ats import TRANSFORMATIONS
 from gradveil.metrics.perceptual import lpips_weights
 from gradveil.reproduce import SCALES, attacked, figures, store
 from gradveil.reproduce.cells import AttackCell
+from gradveil.spec import build
 from gradveil.veil import derive_rng
 
 FULL = SCALES["full"]
 CPU = torch.device("cpu")
+BEST = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # for the searches; the rest is exact on a CPU
 PUBLISHED = ("3-1-7", "43-18-18", "3-1-7+43-18-18", "21-13-3", "7-4-15", "21-13-3+7-4-15")
 Scores = dict[str, list[float]]  # of every picture
 Line = tuple[str, Scores]  # what was scored
@@ -50,7 +54,9 @@ def logistic(logit: Tensor, label: Tensor) -> Tensor:
     return F.softplus(-(2 * label - 1) * logit[:, 0]).mean()
 
 
-def upload(cell: AttackCell, attack: Attack, root: str, *, pixels: bool = False) -> tuple[list[Sent], Dataset]:
+def upload(
+    cell: AttackCell, attack: Attack, root: str, *, pixels: bool = False, device: torch.device = CPU
+) -> tuple[list[Sent], Dataset]:
     """Return what the clients of a cell send, with `attack`'s layer planted if it has one.
 
     R-GAP as released gets the one logit it is made for. With `pixels` the model takes pixels in 0..1 as they are.
@@ -58,11 +64,11 @@ def upload(cell: AttackCell, attack: Attack, root: str, *, pixels: bool = False)
     data, chosen = attacked.victims(cell, root)
     if pixels:
         data = replace(data, mean=(0.0,) * len(data.mean), std=(1.0,) * len(data.std))
-    subject, column = attacked._subject(cell, attacked.Place(FULL, root, CPU, None), data, chosen, attack)
+    subject, column = attacked._subject(cell, attacked.Place(FULL, root, device, None), data, chosen, attack)
     if isinstance(attack, ReleasedRGAP):
         model = models.build(cell.model, num_classes=1, input_shape=data.input_shape, seed=cell.seed)
         subject = replace(subject, model=model, loss_fn=logistic, victims=flipped(model.eval(), subject.victims))
-    sent = clients.uploads(Plan(seed=cell.seed, device="cpu"), subject, column, cell.defense, attack)
+    sent = clients.uploads(Plan(seed=cell.seed, device=str(device)), subject, column, cell.defense, attack)
     return [replace(s, seen=replace(s.seen, defense=None)) for s in sent], data
 
 
@@ -190,8 +196,29 @@ def ats_policies(root: str) -> Iterator[Line]:
             yield f"rob, {column}: {policy}", scored(sent, found, data, changed=column == "ats_r")
 
 
+def smoothed(root: str, model: str, defenses: Sequence[str], weights: Sequence[float]) -> Iterator[Line]:
+    for defense in defenses:
+        cell = FULL.attack("ig", defense, model)
+        for tv in weights:
+            attack = replace(build(ATTACKS, cell.attack_text, "attack"), tv=tv)
+            sent, data = upload(cell, attack, root, device=BEST)
+            yield f"{model}, {defense}: total variation {tv:g}", scored(sent, tried(sent, attack, cell), data)
+
+
+def ig_smooth(root: str) -> Iterator[Line]:
+    """Is there one weight of the total variation that gives IG's figures of the paper with and without DGP?"""
+    for model in ("lenet", "cnn6"):
+        yield from smoothed(root, model, ("none", "dgp"), (0.003, 0.01, 0.03, 0.1, 0.3))
+
+
+def ig_smooth_deep(root: str) -> Iterator[Line]:
+    """The same for ResNet18, where what noise, a bottleneck or a masked layer leaves depends on the weight most."""
+    yield from smoothed(root, "resnet18", ("dp", "precode", "soteria", "dgp", "none"), (1e-3, 1e-2, 1e-1))
+
+
 EXPERIMENTS: dict[str, Callable[[str], Iterator[Line]]] = {
-    f.__name__: f for f in (rgap_failed, rgap_exact, rob_readout, rob_planted, rob_pixels, ats_policies)
+    f.__name__: f
+    for f in (rgap_failed, rgap_exact, rob_readout, rob_planted, rob_pixels, ats_policies, ig_smooth, ig_smooth_deep)
 }
 
 
@@ -223,7 +250,7 @@ def main() -> None:
             "question": experiment.__doc__,
             "command": shlex.join(["python", "examples/reasons.py", name, "--root", given.root]),
             "environment": record.environment(),
-            "device": "cpu",
+            "device": str(BEST) if name.startswith("ig_") else "cpu",
             "seconds": time.monotonic() - started,
             "seed": 0,
             "pictures": "those of the cells with this seed in results/full",

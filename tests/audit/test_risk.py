@@ -8,6 +8,7 @@ from torch import nn
 
 from gradveil import GaussianNoise, Identity, RandomK, dgp
 from gradveil.audit import Plan, clients, risk, subject
+from gradveil.gradients import gradient
 from gradveil.veil import derive_rng
 
 
@@ -24,6 +25,20 @@ def scene():
     found = subject(plan, defenses=defenses)
     column = clients.column_info("diagnostic", plan, found)
     return found, lambda name: clients.uploads(plan, found, column, name)
+
+
+def test_clients_compute_in_full_precision(scene, monkeypatch) -> None:
+    allowed = []
+
+    def spy(*args):
+        allowed.append(torch.backends.cudnn.allow_tf32)
+        return gradient(*args)
+
+    monkeypatch.setattr(clients, "gradient", spy)
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        scene[1]("none")
+    assert allowed
+    assert not any(allowed)
 
 
 def test_directions_span_the_coarse_picture() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree
+from ..attacks.capture import full_precision
 from ..core import Attack, Batch, Grads, Masks, Observation, Payload, ThreatModel
 from ..errors import NeedError
 from ..gate import observe
@@ -85,14 +86,16 @@ def uploads(
     Every upload comes from a client of its own with other private pictures in its residual. The model stays as it is
     while the residual ages, so that all defenses are attacked on the same weights; audit a checkpoint to see a
     residual that grew while the model learnt. An active `attack` plants its model first; `guarded` clients look at
-    it and raise `GuardError` if they refuse it.
+    it and raise `GuardError` if they refuse it. On a GPU they compute in full precision, the worst case: the rounding
+    of TF32 is noise that stops R-GAP, and would pass for the defense's merit.
     """
     model = _model(plan, subject, column, name, attack, guarded)
     groups = torch.tensor(column.pictures).split(column.batch_size)
-    return [
-        _Client((plan, subject, column), name, model, i).upload(subject.victims.batch(group, subject.device))
-        for i, group in enumerate(groups)
-    ]
+    with full_precision():
+        return [
+            _Client((plan, subject, column), name, model, i).upload(subject.victims.batch(group, subject.device))
+            for i, group in enumerate(groups)
+        ]
 
 
 def _model(

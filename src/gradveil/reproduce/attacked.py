@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import data as datasets
 from .. import metrics, models, tree
 from ..attacks import ATTACKS
+from ..attacks.capture import full_precision
 from ..audit import clients
 from ..audit.clients import Sent
 from ..audit.plan import Plan, Subject
@@ -97,7 +98,8 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
     attack = attack.fitted(defense if cell.adaptive else None, data.mean, data.std)
     plan = Plan(seed=cell.seed, device=str(device))
     if cell.local_steps > 1:
-        sent = _fedavg(cell, subject)
+        with full_precision():
+            sent = _fedavg(cell, subject)
     else:
         sent = clients.uploads(plan, subject, column, cell.defense, attack)
     if not all(any(bool(g.any()) for g in s.seen.grads.values()) for s in sent):

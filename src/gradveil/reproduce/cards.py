@@ -222,10 +222,13 @@ def _worst(threats: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _counts(cell: AttackCell, scale: Scale) -> bool:
-    """Say whether a cell belongs on a card: adaptive, on the common model, and the client's usual single step."""
+    """Say whether a cell belongs on a card: adaptive, on the common model, and the client's usual single step.
+
+    Without a defense there is nothing to know, so every attacker counts.
+    """
     usual = cell.labels == "given" and cell.local_steps == 1 and not (cell.epochs or cell.one_label)
     common = cell.model == scale.stand_ins.get(MODEL, MODEL) and cell.data == scale.data
-    return cell.adaptive and usual and common
+    return (cell.adaptive or cell.defense == "none") and usual and common
 
 
 def _threat(entry: Entry, result: dict[str, Any], scale: str) -> dict[str, Any]:
