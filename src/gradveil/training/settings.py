@@ -22,7 +22,6 @@ class Settings:
     model: str = _option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
     data: str = _option("digits", "cifar10, cifar100, digits, photos, or a folder with one sub-folder per class.")
     root: str = _option("", "Where the dataset's files lie; empty: the usual places.")
-    size: int = _option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
     defense: str = _option("dgp", "What protects each upload, such as none, dgp, adgp, topk or dual_prune(top=0.1).")
     algorithm: str = _option("fedsgd", "fedsgd: users send a gradient. fedavg: they send what local steps changed.")
     local_steps: int = _option(1, "Local steps of a user in a round (fedavg only).")
@@ -51,6 +50,7 @@ class Settings:
     wire_every: int = _option(0, "Fast engine: encode real payloads every so many rounds; 0: once an epoch.")
     checkpoint_every: int = _option(500, "Write a checkpoint after this many rounds; 0: only at the end.")
     seed: int = _option(0, "Settles the initial weights, who holds what, the batches and the noise.")
+    size: int = _option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
 
     def __post_init__(self) -> None:
         check.one_of(("fedsgd", "fedavg"), algorithm=self.algorithm)
