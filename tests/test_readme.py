@@ -37,7 +37,7 @@ def test_accuracies_and_uploads_are_the_recorded_ones() -> None:
     assert f"| upload per user and round, measured | {' | '.join(upload)} |" in page
     short = [f"{100 * run['accuracy']:.1f} %" for run in runs]
     assert all(figure in (DOCS / "defenses.md").read_text() for figure in short)
-    for figure in (short[0], short[1], short[-1], upload[0], upload[1].split()[0], upload[-1]):
+    for figure in (short[0], short[1], short[-1], *(size.split()[0] for size in (upload[0], upload[1], upload[-1]))):
         assert figure in README.read_text()
 
 
