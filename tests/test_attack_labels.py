@@ -8,7 +8,7 @@ import torch
 
 from gradveil.attacks.labels import classifier_gradient, from_consistency, infer_labels
 from gradveil.core import Batch
-from gradveil.defenses import ClipNoise, DualPrune, GaussianNoise, TopK, dgp
+from gradveil.defenses import Chain, ClipNoise, DualPrune, GaussianNoise, TopK, dgp
 from gradveil.errors import NeedError
 
 from .attack_kit import batch, fedavg, model, uploads
@@ -34,6 +34,27 @@ def test_exact_for_one_undefended_example(name):
 @pytest.mark.parametrize("name", ["lenet", "cnn6"])
 def test_one_example_under_pruning_and_noise(name, defense):
     assert right(uploads(model(name), ONES, defense, labels=False), ONES) >= 0.8
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp"])
+@pytest.mark.parametrize("noise", [1e-4, 1e-2])
+@pytest.mark.parametrize("rounding", ["floor", "ceil"])
+def test_one_example_under_pruning_and_noise_in_either_order(name, noise, rounding):
+    prune, cover = dgp(rounding=rounding), GaussianNoise(noise)
+    for defense in (Chain(prune, cover), Chain(cover, prune)):
+        assert right(uploads(model(name), ONES, defense, labels=False), ONES) >= 0.8
+
+
+def test_batches_under_pruning_and_noise_in_either_order():
+    some = [batch(i, 8) for i in range(0, 40, 8)]
+    for defense in (Chain(dgp(), GaussianNoise()), Chain(GaussianNoise(), dgp())):
+        assert right(uploads(model(), some, defense, labels=False), some) >= 0.8
+
+
+@pytest.mark.parametrize("name", ["cnn6", "mlp"])
+def test_what_top_k_leaves_out_of_a_batch_is_small(name):
+    some = [batch(i, 8) for i in range(0, 40, 8)]
+    assert right(uploads(model(name), some, TopK(0.05), labels=False), some) >= 0.8
 
 
 def test_a_pruned_label_row_is_found_by_what_the_others_say():

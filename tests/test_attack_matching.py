@@ -271,6 +271,28 @@ def test_fedavg_updates():
     assert ssim(dlg, [seen], [one]) > ssim(Blind(), [seen], [one]) + 0.2
 
 
+@pytest.mark.parametrize("attack", [gi_paper(**SHORT | {"tv": 1e-3}), improved_deep_leakage(steps=60, restarts=1)])
+def test_one_local_step_is_attacked_as_well_as_its_gradient(attack):
+    net, one = model(), batch(0)
+    update, plain = fedavg(net, one, steps=1, lr=0.01), uploads(net, [one])[0]
+    assert cost_at_truth(attack, update, one) < 1e-6
+    assert ssim(attack, [update], [one]) == pytest.approx(ssim(attack, [plain], [one]), abs=0.05)
+
+
+def test_a_defense_is_tried_out_on_an_update_where_one_is_sent():
+    seen = replace(fedavg(model(), batch(0), steps=1, lr=1e-3), defense=Hardened(noise=4.0, examples=1))
+    plain = replace(seen, local_lr=None)
+    on_update, on_gradient = (understand(one).behaviour for one in (seen, plain))
+    for name, done in on_update.items():  # noise that follows the size of what is sent, on a grid of sizes
+        assert 0.7 < done.noise / (1e-3 * on_gradient[name].noise) < 1.4
+
+
+def test_the_way_round_a_bottleneck_is_open_for_updates():
+    net, one = PRECODE(latent=16).prepare_model(model()), batch(0)
+    seen = fedavg(net, one, steps=1, lr=0.01)
+    assert cost_at_truth(gi_paper(), seen, one) < 1e-6
+
+
 def test_clients_in_training_mode():
     torch.manual_seed(0)
     body = [nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.Sigmoid(), nn.Flatten()]

@@ -7,9 +7,21 @@ import torch
 
 from gradveil.attacks import Chained, GradientMatching, Joint, RepeatedRounds
 from gradveil.attacks.adaptive import flat, forgets, freshness, shaped, understand
+from gradveil.attacks.averaging import combined
 from gradveil.attacks.bypass import UpToEncoder
 from gradveil.attacks.rounds import accumulated, averaged, feeds_back
-from gradveil.defenses import PRECODE, Chain, DualPrune, ErrorFeedback, GaussianNoise, Hardened, Quantize, TopK, dgp
+from gradveil.defenses import (
+    PRECODE,
+    Chain,
+    CorrelatedNoise,
+    DualPrune,
+    ErrorFeedback,
+    GaussianNoise,
+    Hardened,
+    Quantize,
+    TopK,
+    dgp,
+)
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient
 
@@ -72,6 +84,54 @@ def test_summed_tensors_count_by_what_noise_is_left_in_them():
     seen = rounds(model(), [THREE[0]] * 8, Hardened(noise=4.0, examples=1), lr=0.0)
     weights = [float(w.amax()) for w in shaped(RepeatedRounds(QUICK).target(seen).weight, seen.grads).values()]
     assert max(weights) > 2 * min(weights)
+
+
+SUMMED = [
+    (Hardened(noise=4.0, examples=1), 0.92),
+    (Hardened(noise=4.0, examples=1, memory=0.98), 0.92),
+    (Hardened(noise=4.0, examples=1, bits=0), 0.92),
+    (CorrelatedNoise(noise_multiplier=0.1), 0.7),
+    (GaussianNoise(0.1), 0.9),
+]
+
+
+@pytest.mark.parametrize(("defense", "least"), SUMMED, ids=str)
+def test_repeated_noise_is_taken_out_as_far_as_it_can_be(defense, least):
+    net = model()
+    seen = rounds(net, [THREE[0]] * 8, defense, lr=0.0)
+    view, target = RepeatedRounds(QUICK).sum(seen)
+    truth, found = flat(gradient(net, seen.loss_fn, THREE[0])), flat(view.grads)
+    assert float(torch.cosine_similarity(found, truth, 0)) > least
+    # The attacker knows how much of it is noise, altogether and in each tensor.
+    wrong = found - truth * (found @ truth) / truth.square().sum()
+    weight = torch.ones_like(wrong) if target.weight is None else target.weight
+    share = float((wrong * weight).square().sum() / target.sent.square().sum())
+    assert target.noise == pytest.approx(share, rel=0.15)
+
+
+def test_the_mean_of_fed_back_noise_is_not_the_best(rng):
+    count = 12
+    noise = torch.randn(count + 1, 4000, generator=rng)
+    noise[0] = 0
+    uploads = 1 + noise[1:] - noise[:-1]
+    beside = torch.diag(torch.ones(count - 1), 1)
+    covariance = 2 * torch.eye(count) - beside - beside.T
+    covariance[0, 0] = 1
+    found, variance = combined(uploads.double(), covariance.double(), torch.ones(count).double())
+    assert variance == pytest.approx(6 / (count * (count + 1) * (2 * count + 1)))
+    assert float((found - 1).var()) == pytest.approx(variance, rel=0.1)
+    assert float((uploads.mean(0) - 1).var()) > 2 * variance
+
+
+def test_a_client_that_mixes_batches_is_followed_by_what_it_sends():
+    net = model()
+    seen = rounds(net, [THREE[0]] * 24, Hardened(noise=4.0, examples=4), lr=0.0)
+    truth = flat(gradient(net, seen.loss_fn, THREE[0]))
+    found = flat(RepeatedRounds(QUICK).sum(seen)[0].grads)
+    mean = torch.stack([flat(one.grads) for one in (*seen.earlier, seen)]).mean(0)
+    best, plain = (float(torch.cosine_similarity(one, truth, 0)) for one in (found, mean))
+    assert best > plain + 0.05
+    assert float(found @ truth / truth.square().sum()) == pytest.approx(1.0, abs=0.1)
 
 
 def test_other_weights_are_not_a_repetition():

@@ -113,12 +113,13 @@ def test_statistics_gap_by_both_ways(training):
     assert torch.allclose(gap, again, rtol=1e-4)
 
 
-def test_several_local_steps_equal_a_fedavg_client():
-    net = model("lenet")
-    seen = fedavg(net, ROWS[0], steps=3, lr=0.1)
-    found = simulator(seen)(*stack(ROWS[:1]))[0][0]
+@pytest.mark.parametrize("steps", [1, 3])
+def test_local_steps_equal_a_fedavg_client(steps):
+    seen = fedavg(model("lenet"), ROWS[0], steps=steps, lr=0.1)
     right = torch.cat([g.flatten() for g in seen.grads.values()])
-    assert torch.linalg.vector_norm(found - right) < 1e-4 * torch.linalg.vector_norm(right)
+    for simulate in (simulator(seen), Vmapped(seen, False, False)):
+        found = simulate(*stack(ROWS[:1]))[0][0]
+        assert torch.linalg.vector_norm(found - right) < 1e-4 * torch.linalg.vector_norm(right)
 
 
 def test_local_steps_on_shares_of_the_examples():

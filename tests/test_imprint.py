@@ -10,9 +10,11 @@ from torch.nn.functional import cross_entropy
 from gradveil import (
     Attack,
     Batch,
+    Chain,
     Defense,
     DualPrune,
     GaussianNoise,
+    Hardened,
     Identity,
     Observation,
     RandomK,
@@ -124,6 +126,8 @@ def test_the_layout_follows_the_defense():
     assert pruned_shares(TopK(0.2)) == pytest.approx((0, 0.8, 1))
     assert pruned_shares(adgp()) == pytest.approx((0.05, 0.75, 1))
     assert pruned_shares(GaussianNoise()) == (0, 0, 1)
+    assert pruned_shares(Chain(dgp(), GaussianNoise())) == pytest.approx((0.05, 0.75, 1))
+    assert pruned_shares(Hardened(examples=1)) == (0, 0, 1)
     assert pruned_shares(RandomK(0.2))[2] == pytest.approx(0.2, abs=0.01)
     plain, shielded = (fitted(d)._layout()[0] for d in (Identity(), dgp()))
     assert len(plain) == 200
@@ -192,6 +196,24 @@ def test_a_spotlight_singles_out_the_brightest_picture():
         assert len(found.inputs) == 1
         guess, truth = (to_pixels(x, PHOTOS.mean, PHOTOS.std) for x in (found.inputs, batch.inputs[:1]))
         assert float(ssim(guess, truth)) > least
+
+
+@pytest.mark.parametrize(("defense", "least"), [(GaussianNoise(), 0.99), (RelativeNoise(16), 0.3)], ids=str)
+def test_a_spotlight_knows_how_bright_the_picture_is(defense, least):
+    order = PHOTOS.batch(range(64)).inputs.flatten(1).mean(1).argsort()
+    attack = Spotlight(batch=1, rows=1024).fitted(defense, PHOTOS.mean, PHOTOS.std)
+    model = build("lenet", num_classes=PHOTOS.num_classes, input_shape=PHOTOS.input_shape)
+    planted = attack.plant(model, PHOTOS.input_shape, torch.Generator().manual_seed(0))
+    for index in order[[8, -8]].tolist():  # a dark picture and a bright one
+        batch = PHOTOS.batch([index])
+        found = attack.run(upload(planted, batch, defense), torch.Generator())
+        guess, truth = (to_pixels(x, PHOTOS.mean, PHOTOS.std) for x in (found.inputs, batch.inputs))
+        assert float(ssim(guess, truth)) > least
+
+
+def test_noise_over_pruning_does_not_save_the_bins():
+    defense = Chain(dgp(), GaussianNoise())
+    assert float((steal(fitted(defense), "lenet", defense) > 0.99).float().mean()) > 0.7
 
 
 def test_a_spotlight_on_an_empty_stage_returns_nothing():

@@ -13,7 +13,7 @@ from gradveil.attacks.rgap import RGAP, margins
 from gradveil.core import LossFn, Reconstruction
 from gradveil.data import Dataset, load, to_pixels
 from gradveil.errors import NeedError
-from gradveil.gradients import parameters
+from gradveil.gradients import gradient, local_update, parameters
 from gradveil.metrics import ssim
 from gradveil.models import build
 
@@ -35,6 +35,7 @@ def recover(
     outputs: int = 10,
     label: int | None = None,
     attack: RGAP = RGAP(),
+    lr: float | None = None,
 ) -> tuple[float, float, Reconstruction]:
     """Return SSIM, MSE and the reconstruction of one photograph sent through `defense`."""
     photos = pictures(side)
@@ -42,8 +43,10 @@ def recover(
     model = build("cnn6", num_classes=outputs, input_shape=photos.input_shape, seed=index)
     loss: LossFn = logistic if outputs == 1 else cross_entropy
     batch = Batch(batch.inputs, batch.labels % outputs if label is None else torch.tensor([label]))
-    payload = Veil(defense, parameters(model), seed=0).protect(model, loss, batch)
-    seen = observe(payload, model, loss, batch, ThreatModel(), num_classes=outputs, mean=photos.mean, std=photos.std)
+    sent = gradient(model, loss, batch) if lr is None else local_update(model, loss, [batch], lr)
+    payload = Veil(defense, parameters(model), seed=0).seal(sent, 1, model=model, batch=batch)
+    facts = {"num_classes": outputs, "mean": photos.mean, "std": photos.std, "local_lr": lr}
+    seen = observe(payload, model, loss, batch, ThreatModel(), **facts)
     found = attack.run(seen, torch.Generator().manual_seed(0))
     guess, truth = (to_pixels(x, photos.mean, photos.std) for x in (found.inputs, batch.inputs))
     return float(ssim(guess, truth)), float((guess - truth).square().mean()), found
@@ -74,6 +77,11 @@ def test_ten_classes_give_the_label_too(index):
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_one_logit_and_two_classes(label, outputs):
     assert recover(3, Identity(), outputs=outputs, label=label)[0] > 0.99
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_the_rate_of_one_local_step_is_taken_out(outputs):
+    assert recover(3, Identity(), outputs=outputs, label=1, lr=0.1)[0] > 0.99
 
 
 def test_the_published_attack_gets_nothing_from_pruned_gradients():

@@ -190,7 +190,7 @@ class Observation:
     defense: Defense | None = None
     prior: Any = None  # a generator (latent, label -> pixels) or public pictures [M, C, H, W] in 0..1
     local_steps: int = 1
-    local_lr: float | None = None
+    local_lr: float | None = None  # of an update, weights before minus after; None: the gradient itself was sent
     round: int = 0
     earlier: tuple["Observation", ...] = ()  # the same client's previous uploads, oldest first
 

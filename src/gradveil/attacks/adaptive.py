@@ -2,8 +2,9 @@
 
 import copy
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ..core import Batch, Defense, Grads, LossFn, Observation, Step
 from ..defenses import Chain, ErrorFeedback
 from ..errors import GradveilError
-from ..gradients import gradient
+from ..gradients import gradient, local_update
 from .bypass import INNER
 from .space import device_of
 
@@ -76,11 +77,19 @@ class Imitation:
         device, rng = device_of(seen), torch.Generator().manual_seed(0)
         x = torch.randn(seen.num_examples, *seen.input_shape, generator=rng).to(device)
         y = torch.randint(seen.num_classes, (seen.num_examples,), generator=rng).to(device)
+        self.steps, self.lr = seen.local_steps, seen.local_lr
         self.batch = Batch(x, y)  # stands in for the private one where the defense wants to look at it
         self.round = seen.round
 
     def __call__(self, own: Tensor, seed: int = 0) -> Tensor:
         """Return what the defense makes of one flat gradient; raises `GradveilError` where it needs the client."""
+        for sent in islice(self.uploads(own, seed), PATIENCE):  # a client that mixes batches first sends nothing
+            if bool(sent.any()):
+                break
+        return sent
+
+    def uploads(self, own: Tensor, seed: int = 0) -> Iterator[Tensor]:
+        """Give what a client sends round after round that has the same gradient every time."""
         grads = shaped(own, self.like)
         state = self.defense.init(grads)
         if "per_example" in self.defense.needs:
@@ -89,11 +98,23 @@ class Imitation:
         step = Step(rng, self.round, self.model, self.batch, num_examples=self.examples)
         if "mask" in self.defense.needs:
             step = replace(step, mask=self.defense.propose(grads, state, step))
-        for _ in range(PATIENCE):  # a client that mixes batches first sends nothing
+        while True:
             sent, state = self.defense.apply(grads, state, step)
-            if any(bool(t.any()) for t in sent.values()):
-                break
-        return flat(sent)
+            yield flat(sent)
+
+    def typical(self, loss_fn: LossFn) -> Tensor:
+        """Return what a client like this one would compute from the attacker's batch: a gradient, or an update."""
+        model, rng = copy.deepcopy(self.model), torch.Generator().manual_seed(1)
+        if self.lr is None:
+            own = gradient(model, loss_fn, self.batch)
+        else:
+            own = local_update(model, loss_fn, [self.batch] * self.steps, self.lr)
+        typical = []
+        for g in own.values():
+            # A little noise of the tensor's own size: dead units must not pass for pruned ones.
+            jitter = torch.randn(g.shape, generator=rng).to(g) * (1e-3 * g.square().mean().sqrt() + 1e-12)
+            typical.append((g + jitter).flatten())
+        return torch.cat(typical)
 
     def behaviour(self, loss_fn: LossFn) -> dict[str, Behaviour]:
         """Return what the defense does to each tensor of a typical gradient.
@@ -101,16 +122,13 @@ class Imitation:
         The attacker runs the client's own code, so it needs no list of defenses. What differs between runs is noise;
         what they change alike, beyond a factor, is rounding or clipping.
         """
-        rng = torch.Generator().manual_seed(1)
-        typical = []
-        for g in gradient(copy.deepcopy(self.model), loss_fn, self.batch).values():
-            # A little noise of the tensor's own size: dead units must not pass for pruned ones.
-            jitter = torch.randn(g.shape, generator=rng).to(g) * (1e-3 * g.square().mean().sqrt() + 1e-12)
-            typical.append((g + jitter).flatten())
-        sizes = [t.numel() for t in typical]
-        runs = [self(torch.cat(typical), seed).split(sizes) for seed in range(RUNS)]
+        sizes = [g.numel() for g in self.like.values()]
+        own = self.typical(loss_fn)
+        runs = [self(own, seed).split(sizes) for seed in range(RUNS)]
         shapes = [g.shape for g in self.like.values()]
-        found = [_compare(own, torch.stack(sent), n) for own, n, *sent in zip(typical, shapes, *runs, strict=True)]
+        found = [
+            _compare(own, torch.stack(sent), n) for own, n, *sent in zip(own.split(sizes), shapes, *runs, strict=True)
+        ]
         # A tensor that got no noise this time may get it next time, on columns where nothing is missing.
         loudest = max(one.noise for one in found)
         found = [replace(one, noise=one.noise or loudest) if one.clean_columns else one for one in found]

@@ -68,6 +68,7 @@ def before_bottleneck(seen: Observation) -> Observation:
         loss_fn=along,
         grads={f"{INNER}{name}": seen.grads[name] for name in upstream},
         labels=slope.expand(seen.num_examples, -1),
+        local_lr=None,  # the slopes hold it already
     )
 
 

@@ -28,6 +28,7 @@ class Terms:
     l2: float = 0.0
     group: float = 0.0
     siblings: int = 1  # neighbouring rows that attack the same upload
+    unit: float = 1.0  # how many gradients an upload holds: a distance counts in gradients, as its weights expect
 
 
 class Comparison:
@@ -45,7 +46,8 @@ class Comparison:
         seen = self._defended(mine) if any(self.responses) else mine
         if self.terms.objective == "cosine":
             return objectives.cosine(seen, self.sent, self.length, self.weight)
-        return objectives.l2(seen, self.sent, self.terms.normalise, self.weight)
+        distance = objectives.l2(seen, self.sent, self.terms.normalise, self.weight)
+        return distance if self.terms.normalise else distance / self.terms.unit**2
 
     def _defended(self, mine: Tensor) -> Tensor:
         """Return the values a client would have sent, with the slope of those it had.
@@ -89,7 +91,7 @@ class MatchingCost:
             total = total + terms.bn * gap
         if self.low is not None and self.high is not None:
             inside = objectives.band_violation(mine, self.low, self.high).square().sum(1)
-            energy = self.compare.sent.square().sum(1).clamp_min(objectives.FLOOR)
+            energy = self.compare.sent.square().sum(1).clamp_min(objectives.FLOOR**2)
             total = total + terms.band * (progress >= BAND_FROM) * inside / energy
         if terms.group:
             total = total + terms.group * (progress >= GROUP_FROM) * self._apart(x)

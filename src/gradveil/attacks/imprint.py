@@ -34,7 +34,10 @@ SCATTERED = 0.9  # a band of which less arrives was thinned at random
 
 
 class ImprintBlock(nn.Module):
-    """The planted layer. It adds a faint pattern to the picture, so the model behind it still works."""
+    """The planted layer. It adds a faint pattern to the picture, so the model behind it still works.
+
+    Where there are more `weights` than pixels, the rest of the layer's inputs are ones.
+    """
 
     pattern: Tensor
 
@@ -42,7 +45,8 @@ class ImprintBlock(nn.Module):
         super().__init__()
         rows = len(thresholds)
         self.shift = shift
-        self.measure = nn.Linear(pattern.numel(), rows)
+        self.ones = len(weights) - pattern.numel()
+        self.measure = nn.Linear(len(weights), rows)
         self.mix = nn.Linear(rows, 1, bias=False)
         self.register_buffer("pattern", pattern)
         with torch.no_grad():
@@ -52,7 +56,8 @@ class ImprintBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the picture with the pattern added, the stronger the brighter the picture."""
-        glow: Tensor = self.mix(torch.relu(self.measure(x.flatten(1) + self.shift)))
+        inputs = nn.functional.pad(x.flatten(1) + self.shift, (0, self.ones), value=1.0)
+        glow: Tensor = self.mix(torch.relu(self.measure(inputs)))
         return x + glow.view(-1, *[1] * (x.ndim - 1)) * self.pattern
 
 

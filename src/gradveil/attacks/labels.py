@@ -4,13 +4,16 @@ With one example, features f and probabilities p, row i of the classifier's grad
 entry i of its bias gradient the factor in front. So the label's row has the one negative factor, and the largest one.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from ..core import Observation
 from ..errors import NeedError
 from ..models.inspect import last_linear
-from .space import box, device_of
+from .adaptive import Understanding, shaped, understand
+from .space import box, device_of, unit
 
 HOLES = 0.4  # share of exact zeros from which a gradient counts as pruned
 INTACT = 1e-2  # how closely the label's row of an untouched gradient balances the others
@@ -19,18 +22,28 @@ SHRINKAGES = 200  # guesses at what clipping left of a gradient, from all of it 
 SCALES = 61  # guesses at the length of the features, from 1e-3 to 1e3
 
 
-def infer_labels(seen: Observation) -> Tensor:
+def infer_labels(seen: Observation, known: Understanding | None = None) -> Tensor:
     """Return `[num_examples]` labels, found by the best rule for what arrived.
+
+    `known` is what was found out about the defense; without it the defense is tried out.
 
     Guarantees: exact for one example of an undefended model with a linear classifier, with or without bias, whatever
     the signs of its features. For batches, and under pruning or noise, it is a guess: the report scores it.
     """
-    weight, bias, layer = classifier_gradient(seen)
+    known = known or understand(seen)
+    # What was left out must not count as sent because noise covers it; noise alone is better than nothing.
+    sent = replace(seen, grads=shaped(known.received(seen.grads), seen.grads))
+    weight, bias, layer = classifier_gradient(sent)
+    if not bool(weight.any()):
+        weight, bias, layer = classifier_gradient(seen)
     if weight.shape[0] == 1:
         raise NeedError("a single output has no class to infer: grant the labels")
     features = features_of_noise(seen, layer)
     if seen.num_examples > 1:
-        return from_batch(weight, bias, layer, features, seen.num_examples)
+        # Where the largest entries are sent, what is missing is small. Elsewhere it is like the rest.
+        does = (known.behaviour or {}).get(f"{last_linear(seen.model, seen.input_shape)[0]}.weight")
+        small = does is not None and does.prunes and does.keeps_top
+        return from_batch(weight, bias, layer, features, seen.num_examples, small)
     if bias is not None and bool((bias < 0).any()):
         return bias.argmin()[None]
     if float((weight == 0).float().mean()) < HOLES:
@@ -47,8 +60,7 @@ def classifier_gradient(seen: Observation) -> tuple[Tensor, Tensor | None, nn.Li
     prefix = f"{name}." if name else ""
     if f"{prefix}weight" not in seen.grads or not isinstance(layer, nn.Linear):
         raise NeedError(f"the gradient of the classifier {name!r} did not arrive: grant the labels")
-    # An update of several local steps is about so many gradients times the learning rate.
-    scale = 1.0 if seen.local_lr is None else 1 / (seen.local_steps * seen.local_lr)
+    scale = 1 / unit(seen)
     weight, bias = seen.grads[f"{prefix}weight"], seen.grads.get(f"{prefix}bias")
     return weight * scale, None if bias is None else bias * scale, layer
 
@@ -65,8 +77,10 @@ def from_rows(weight: Tensor, features: Tensor) -> Tensor:
     return torch.where(intact & (sizes < (1 - INTACT) * sizes.amax()), torch.inf, against).argmin()
 
 
-def from_batch(weight: Tensor, bias: Tensor | None, layer: nn.Linear, features: Tensor, count: int) -> Tensor:
-    """Return `count` labels, repeated ones included, sorted.
+def from_batch(
+    weight: Tensor, bias: Tensor | None, layer: nn.Linear, features: Tensor, count: int, small: bool = False
+) -> Tensor:
+    """Return `count` labels, repeated ones included, sorted; `small` says that entries not sent are near zero.
 
     The mean factor of class i is its mean probability minus its share of the batch. The factor is the bias gradient,
     or the weight gradient seen along typical features; the probability comes from the known weights and the features
@@ -80,7 +94,8 @@ def from_batch(weight: Tensor, bias: Tensor | None, layer: nn.Linear, features: 
         factor = factor / shrinkage(p, factor, count)
     else:
         typical = features.mean(0)
-        factor = weight @ typical / ((weight != 0).to(typical) @ typical.square()).clamp_min(1e-30)
+        seen = torch.ones_like(weight) if small else (weight != 0).to(typical)
+        factor = weight @ typical / (seen @ typical.square()).clamp_min(1e-30)
         factor = factor if bias is None else torch.where(bias != 0, bias, factor)
         p = torch.softmax(layer(features), 1).mean(0).detach()
     missing = count * (p - factor)

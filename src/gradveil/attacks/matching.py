@@ -18,7 +18,7 @@ from .cost import Labels, MatchingCost, Terms
 from .labels import infer_labels
 from .optimise import Cost, Descent, minimise
 from .simulate import simulator
-from .space import alike, box, device_of, enlarge, start, trained_statistics
+from .space import alike, box, device_of, enlarge, start, trained_statistics, unit
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class GradientMatching(Attack):
     def terms(self, seen: Observation) -> Terms:
         """Return the weights of the cost for a client like `seen`."""
         bn = self.bn if self.bn and trained_statistics(seen.model) else 0.0
-        return Terms(self.objective, self.normalise, self.band, bn, self.l2, self.group, self.restarts)
+        return Terms(self.objective, self.normalise, self.band, bn, self.l2, self.group, self.restarts, unit(seen))
 
     def smoothing(self, seen: Observation, target: Target) -> float:
         """Return the weight of the total variation for this upload."""
@@ -214,10 +214,11 @@ class GradientMatching(Attack):
     def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
         each, views = self.restarts, [c.view for c in clients]
         first = views[0]
-        aims = self._aims(clients)
+        known = self._known(clients)
+        aims = [c.target or self.aim(c.view, k) for c, k in zip(clients, known, strict=True)]
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
         begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
-        labels, searched = self._labels(views, rngs)
+        labels, searched = self._labels(views, known, rngs)
         begin += searched
         cost: Cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
         if self.coarse:
@@ -229,29 +230,33 @@ class GradientMatching(Attack):
             found[0] = enlarge(found[0], first.input_shape)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each
         return [
-            Reconstruction(found[0][i], self._named(c, found, labels, i), float(losses[i]), {"steps": done})
-            for c, i in zip(clients, best.tolist(), strict=True)
+            Reconstruction(found[0][i], self._named(c, k, found, labels, i), float(losses[i]), {"steps": done})
+            for c, k, i in zip(clients, known, best.tolist(), strict=True)
         ]
 
-    def _aims(self, clients: Sequence["_Client"]) -> list[Target]:
-        """Return what each client is compared with; the defense is tried out once for each round."""
-        known: dict[int, Understanding] = {}
-        if not self.adaptive:
-            known = {c.seen.round: Understanding() for c in clients}
-        for c in clients:
-            if c.target is None and c.seen.round not in known:
-                known[c.seen.round] = understand(c.seen)
-        return [c.target or self.aim(c.view, known[c.seen.round]) for c in clients]
+    def _known(self, clients: Sequence["_Client"]) -> list[Understanding]:
+        """Return what is known of each client's defense, which is tried out once for each round.
 
-    def _labels(self, views: Sequence[Observation], rngs: Sequence[torch.Generator]) -> tuple[Labels, list[Tensor]]:
+        Nothing where a target is given: it stands for what is left of an upload once the defense is understood.
+        """
+        known: dict[int, Understanding] = {}
+        for c in clients:
+            if self.adaptive and c.target is None and c.seen.round not in known:
+                known[c.seen.round] = understand(c.seen)
+        return [Understanding() if c.target else known.get(c.seen.round, Understanding()) for c in clients]
+
+    def _labels(
+        self, views: Sequence[Observation], known: Sequence[Understanding], rngs: Sequence[torch.Generator]
+    ) -> tuple[Labels, list[Tensor]]:
         """Return the labels of all rows, or how they come from a further variable, and where that begins."""
         device, each, first = device_of(views[0]), self.restarts, views[0]
         if self.labels == "joint":
             shape = (first.num_examples, first.num_classes)
             logits = torch.stack([torch.randn(shape, generator=rng) for rng in rngs]).to(device)
             return (lambda searched: searched.softmax(-1)), [logits]
-        known = [infer_labels(v) if v.labels is None else v.labels.to(device) for v in views]
-        labels = torch.stack(known).repeat_interleave(each, 0)
+        each_view = zip(views, known, strict=True)
+        read = [infer_labels(v, k) if v.labels is None else v.labels.to(device) for v, k in each_view]
+        labels = torch.stack(read).repeat_interleave(each, 0)
         if not labels.is_floating_point() or first.num_examples == 1:
             return labels, []
         # The mean of unknown slopes (see `bypass`): search them from there, in units of their size.
@@ -259,13 +264,15 @@ class GradientMatching(Attack):
         spread = torch.stack([torch.randn(labels.shape[1:], generator=rng) for rng in rngs]).to(device)
         return (lambda searched: searched * size), [labels / size + 0.1 * spread]
 
-    def _named(self, client: "_Client", found: Sequence[Tensor], labels: Labels, row: int) -> Tensor:
+    def _named(
+        self, client: "_Client", known: Understanding, found: Sequence[Tensor], labels: Labels, row: int
+    ) -> Tensor:
         if self.labels == "joint":
             return found[1][row].argmax(-1)
         if client.seen.labels is not None:
             return client.seen.labels
         plain = isinstance(labels, Tensor) and not labels.is_floating_point()
-        return labels[row] if plain and isinstance(labels, Tensor) else infer_labels(client.seen)
+        return labels[row] if plain and isinstance(labels, Tensor) else infer_labels(client.seen, known)
 
 
 def enlarged(cost: Cost, shape: tuple[int, ...]) -> Cost:

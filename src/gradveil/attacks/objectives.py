@@ -78,7 +78,7 @@ def l2(mine: Tensor, sent: Tensor, normalise: bool = False, weight: Tensor | Non
     """Return the squared distance of the rows of `weight * mine` and `sent`, divided by the squared length of `sent`
     if `normalise`; differentiable once, in `mine` only."""
     square = _sums(mine, sent, weight, True)[:, 0]
-    return square / sent.square().sum(1).clamp_min(FLOOR) if normalise else square
+    return square / sent.square().sum(1).clamp_min(FLOOR**2) if normalise else square
 
 
 def total_variation(x: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ..core import Attack, Observation, Reconstruction
 from ..errors import NeedError
 from .lowrank import complete
-from .space import box
+from .space import box, unit
 from .stages import Stage, apply, conv_transpose, features_of, output_shape, solve
 
 MU_TOP = 1.2784645427610738  # where -mu / (1 + exp(mu)) is least
@@ -77,7 +77,7 @@ class RGAP(Attack):
 
     def _arrived(self, seen: Observation, name: str) -> tuple[Tensor, Tensor]:
         """Return a layer's gradient and which of its entries count."""
-        gradient = seen.grads[f"{name}.weight"].double()
+        gradient = seen.grads[f"{name}.weight"].double() / unit(seen)
         return gradient, gradient != 0 if self.masked else torch.ones_like(gradient, dtype=torch.bool)
 
     def _back(self, stage: Stage, seen: Observation, after: Tensor, known: Tensor, pull: Tensor) -> Found:

@@ -13,7 +13,8 @@ from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
 from ..defenses import Chain
 from ..errors import NeedError
 from ..gradients import parameters
-from .adaptive import Target, Understanding, flat, forgets, shaped, understand
+from .adaptive import Behaviour, Target, Understanding, flat, forgets, shaped, understand
+from .averaging import WARM_UP, combined, noise_left, noise_over
 from .bypass import INNER, before_bottleneck
 from .capture import full_precision
 from .matching import GradientMatching
@@ -44,7 +45,8 @@ class RepeatedRounds(Attack):
 
     With error feedback, dividing the sum of an entry's uploads by the rounds it stands for gives its gradient exactly,
     whenever it was sent: after enough rounds only the entries that never leave stay hidden. Without feedback, uploads
-    are averaged, which takes noise away. Assumes that the client's batch does not change.
+    are averaged, which takes noise away; noise on every entry is averaged as its way through the rounds asks for (see
+    `averaging`). Assumes that the client's batch does not change.
     """
 
     inner: GradientMatching = field(default_factory=GradientMatching)
@@ -73,19 +75,38 @@ class RepeatedRounds(Attack):
         rounds = repetitions(seen, gapless=feedback)
         known = understand(seen)
         uploads = torch.stack([known.received(one.grads) for one in rounds])
-        values, ever = (accumulated if feedback else averaged)(uploads, rounds[0].round == 0)
+        values, ever, does = put_together(seen, known, uploads, [one.round for one in rounds])
         view = replace(seen, grads=shaped(values, seen.grads), earlier=())
         there = shaped(ever.to(values.dtype), seen.grads)
         if self.inner.adaptive:
             view = before_bottleneck(view)
-        less = len(rounds) if takes_noise_back(seen.defense, seen) else len(rounds) ** 0.5
-        does = {name: replace(b, noise=b.noise / less, floor=0.0) for name, b in (known.behaviour or {}).items()}
         target = self.inner.aim(view, Understanding(None, does or None))
         weight = torch.cat([there[name.removeprefix(INNER)].flatten() for name in view.grads])
         weight = weight if target.weight is None else weight * target.weight
-        # Noise that follows the gradient's size is less here than on the attacker's own gradient, which is larger.
-        noise = min(target.noise, self.inner.aim(seen, known).noise / len(rounds))
-        return view, replace(target, sent=flat(view.grads) * weight, weight=weight, noise=noise)
+        return view, replace(target, sent=flat(view.grads) * weight, weight=weight)
+
+
+def put_together(
+    seen: Observation, known: Understanding, uploads: Tensor, rounds: list[int]
+) -> tuple[Tensor, Tensor, dict[str, Behaviour]]:
+    """Return the gradient behind uploads `[T, P]`, which entries of it are known, and what is left of the defense."""
+    does, feedback, whole = known.behaviour or {}, feeds_back(seen.defense, seen), rounds[0] == 0
+    sending = uploads.any(1)
+    prunes, noisy = any(done.prunes for done in does.values()), any(done.noise for done in does.values())
+    if known.imitation and noisy and not prunes and bool(sending.sum() > 1) and (whole or bool(sending.all())):
+        uploads, at = uploads[sending], torch.tensor(rounds, device=uploads.device)[sending]
+        begin = 0 if whole else max(rounds[0] - WARM_UP, 0)
+        # With feedback an upload holds the gradients since the one before.
+        since = torch.diff(at, prepend=at.new_tensor([rounds[0] - 1]))
+        holds = (since if feedback else torch.ones_like(since)).double()
+        noise = noise_over(known.imitation, known.imitation.typical(seen.loss_fn), at.tolist(), begin)
+        values, variance = combined(uploads, noise, holds)
+        parts = [shaped(one, seen.grads) for one in uploads]
+        left = noise_left(parts, shaped(values, seen.grads), noise, holds, variance)
+        return values, uploads.any(0), {name: replace(done, noise=left[name]) for name, done in does.items()}
+    values, ever = (accumulated if feedback else averaged)(uploads, whole)
+    less = len(rounds) if takes_noise_back(seen.defense, seen) else len(rounds) ** 0.5
+    return values, ever, {n: replace(done, noise=done.noise / less, floor=0.0) for n, done in does.items()}
 
 
 def repetitions(seen: Observation, gapless: bool) -> list[Observation]:

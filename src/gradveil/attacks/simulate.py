@@ -38,10 +38,20 @@ def simulator(seen: Observation, *, statistics: bool = False, split: bool = Fals
             fast = Layered(seen.model, seen.loss_fn, names, statistics)
             with full_precision():
                 _check(fast, seen)
-            return fast
+            return fast if seen.local_lr is None else _times(seen.local_lr, fast)
         except UnsupportedError as reason:
             log.info("layer rules do not apply (%s): using vmap", reason)
     return Vmapped(seen, statistics, split)
+
+
+def _times(lr: float, simulate: Simulator) -> Simulator:
+    """Return the updates of one local step for a simulator of gradients."""
+
+    def update(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
+        gradients, gap = simulate(x, y)
+        return lr * gradients, gap
+
+    return update
 
 
 def _check(fast: Layered, seen: Observation) -> None:
@@ -75,7 +85,8 @@ class Vmapped:
             replace_all_batch_norm_modules_(self.model)
         self.params = {name: parameters(seen.model)[name] for name in seen.grads}
         self.loss_fn: LossFn = seen.loss_fn
-        self.steps, self.lr, self.split = seen.local_steps, seen.local_lr or 0.0, split
+        self.steps, self.split = seen.local_steps, split
+        self.lr = 1.0 if seen.local_lr is None else seen.local_lr  # None: the gradient itself was sent
 
     def __call__(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return `[N, P]` updates of candidates `x [N, B, ...]`, and `[N]` BatchNorm gaps if asked for."""
@@ -85,7 +96,7 @@ class Vmapped:
     def _client(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         if self.steps == 1:
             g, gap = self._gradient(self.params, x, y)
-            return torch.cat([t.flatten() for t in g.values()]), gap
+            return self.lr * torch.cat([t.flatten() for t in g.values()]), gap
         params, gaps = self.params, []
         shares = zip(x.chunk(self.steps), y.chunk(self.steps), strict=True) if self.split else [(x, y)] * self.steps
         for x_now, y_now in shares:

@@ -23,6 +23,11 @@ def box(seen: Observation) -> tuple[Tensor, Tensor]:
     return (0.0 - mean) / std, (1.0 - mean) / std
 
 
+def unit(seen: Observation) -> float:
+    """Return about how many gradients an upload holds: an update is so many times the local learning rate."""
+    return 1.0 if seen.local_lr is None else seen.local_steps * seen.local_lr
+
+
 def start(seen: Observation, init: str, rng: torch.Generator) -> Tensor:
     """Return where the search begins: `[B, ...]` standard normal model inputs, or pixels uniform in 0..1."""
     shape = (seen.num_examples, *seen.input_shape)

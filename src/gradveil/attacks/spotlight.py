@@ -18,6 +18,7 @@ from .imprint import NEVER, PHOTO_MEAN, PHOTO_SPREAD, ImprintBlock, Planted, pla
 from .space import box
 
 COLOUR = 0.1  # share of a picture's variance that is colour rather than brightness
+ONES = 256  # inputs of the planted layer that are 1: their gradient is the factor of the row's, 256 times over
 COARSE = 0.05  # spatial frequency, in cycles per pixel, below which a photograph's spectrum is flat
 
 
@@ -25,7 +26,7 @@ COARSE = 0.05  # spatial frequency, in cycles per pixel, below which a photograp
 class Spotlight(Attack):
     """Plant a layer of `rows` rows of which one fires, for about one picture in `batch`, and read that row.
 
-    What the defense's noise leaves is scaled by the brightness the threshold implies and smoothed as a photograph's
+    What the defense's noise leaves is scaled by what inputs that are always 1 show, and smoothed as a photograph's
     spectrum suggests. The noise is measured on the silent rows. Returns one picture, or none where the row holds
     nothing but noise.
 
@@ -58,21 +59,21 @@ class Spotlight(Attack):
         pattern = torch.randint(2, input_shape, generator=rng, device=rng.device).float().cpu() * 2 - 1
         size = math.prod(input_shape)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            weights = torch.full((size,), self.gain / size)
+            weights = torch.cat([torch.full((size,), self.gain / size), torch.zeros(ONES)])
             block = ImprintBlock(thresholds, torch.ones(self.rows), weights, pattern, self._shift())
         like = next(model.parameters())
         return Planted(block.to(like.device, like.dtype), copy.deepcopy(model)).train(model.training)
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         name, _ = planted_in(seen.model)
-        weight, bias = (seen.grads[f"{name}.measure.{part}"].double() for part in ("weight", "bias"))
+        weight = seen.grads[f"{name}.measure.weight"].double()
         row, noise = weight[0], float(weight[1:].square().mean().sqrt())
         low, high = box(seen)
         chance = 1 + 4 * math.sqrt(2 / len(row))
-        if not float(row.square().mean()) > chance * noise**2:
+        factor = float(row[-ONES:].mean())
+        if not factor or not float(row.square().mean()) > chance * noise**2:
             return Reconstruction(low.expand(1, *seen.input_shape)[:0], info={"noise": noise})
-        factor = float(row.mean()) / (self._brightness() + self._shift()) if noise else float(bias[0])
-        picture = (row / factor).view(seen.input_shape)
+        picture = (row[:-ONES] / factor).view(seen.input_shape)
         picture = smoothed(picture - picture.mean(), noise / abs(factor)) + picture.mean() - self._shift()
         return Reconstruction(picture[None].to(low.dtype).clamp(low, high), info={"noise": noise / abs(factor)})
 
@@ -91,8 +92,8 @@ class Spotlight(Attack):
         return self.center + self.spread * height * self.batch
 
     def _shift(self) -> float:
-        """What is added to every pixel, so that the mean of a row is well above zero and tells its factor."""
-        return max(0.0, 1.0 - self._brightness())
+        """What is added to every pixel: about no brightness is left, so that the energy of the row is contrast."""
+        return -self._brightness()
 
 
 def smoothed(picture: Tensor, noise: float) -> Tensor:
