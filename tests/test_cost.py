@@ -1,13 +1,15 @@
 """The cost tables: the paper's 24 cells from real messages, and what really crosses beside them."""
 
 import json
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gradveil import cost, paper
+from gradveil import Veil, cost, paper
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.core import Grads
 from gradveil.defenses import Identity, Soteria, TopK
@@ -89,3 +91,22 @@ def test_an_unknown_name_is_named() -> None:
     result = CliRunner().invoke(app, ["cost", "--model", "lenet", "--defense", "dpg"])
     assert result.exit_code != 0
     assert "dgp" in str(result.exception)
+
+
+def test_the_first_proposal_which_compiles_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    propose = Veil.propose
+
+    def slow_at_first(self: Veil, grads: Any) -> Any:
+        calls.append(1)
+        time.sleep(0.5 if len(calls) == 1 else 0.0)
+        return propose(self, grads)
+
+    monkeypatch.setattr(Veil, "propose", slow_at_first)
+    assert cost.measure("lenet", "adgp", users=1, batch_size=1).defense_seconds < 0.5
+
+
+def test_the_command_says_that_a_lone_user_downloads_its_own_upload() -> None:
+    words = ["cost", "--model", "lenet", "--defense", "soteria", "--users", "2", "--batch-size", "1"]
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert "soteria: 1 user, who downloads its own upload" in result.output

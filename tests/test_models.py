@@ -134,6 +134,11 @@ def number():
     return 3
 
 
+class WithFeatures(nn.Flatten):
+    def forward(self, x):
+        return super().forward(x)[:, :4], x
+
+
 def wrong_width():
     return nn.Sequential(nn.Flatten(), nn.Linear(12, 9))
 
@@ -161,6 +166,7 @@ def test_models_by_import_path():
         (f"{__name__}:CIFAR", "not callable"),
         (f"{__name__}:number", "gave int, expected an nn.Module"),
         (f"{__name__}:wrong_width", r"gives outputs \(2, 9\) for 2 inputs, expected \(2, 4\)"),
+        (f"{__name__}:WithFeatures", "gives a tuple, expected a tensor"),
         (f"{__name__}:Shuffled", "cannot take inputs of shape"),
     ],
 )

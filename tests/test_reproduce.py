@@ -277,6 +277,47 @@ def test_recorded_results_are_small_and_say_what_they_are() -> None:
     assert all(p.stat().st_size < 100_000 for p in RESULTS.glob("**/*.webp"))
 
 
+def test_the_page_names_what_was_not_run_and_counts_what_was(tmp_path: Path) -> None:
+    done = FULL.attack("ig", "topk", batch_size=2)
+    store.write(store.path_of(tmp_path, "full", done), fake(done, 0.5, 0.5))
+    text = pages.render(tmp_path)
+    assert re.search(r"\| \[figures\]\(#figures\) \|.*\| 1 of \d+ \|", text)
+    part = text.partition("### Batches of 2 and 4, IG")[2].partition("###")[0]
+    assert "| batch 2, topk |" in part
+    assert "| batch 2, none |" not in part, "a line without any figure is named below the table"
+    assert "Not run: batch 2, none; batch 2, dgp; batch 4, none; batch 4, topk; batch 4, dgp." in part
+    assert "PRECODE has no line" in text.partition("### R-GAP on CNN6")[2].partition("###")[0]
+
+
+def test_the_page_names_every_commit_and_machine_behind_a_line(tmp_path: Path) -> None:
+    dgp = FULL.attack("ig", "dgp")
+    for seed, commit in ((0, "aaaaaaaaaa"), (1, "bbbbbbbbbb")):
+        result = fake(dgp, 0.5, 0.5, seed)
+        store.write(
+            store.path_of(tmp_path, "full", replace(dgp, seed=seed)),
+            result | {"environment": result["environment"] | {"commit": commit}},
+        )
+    assert "| 0, 1 | NVIDIA H200, 2026-01-02, `aaaaaaaaaa`, `bbbbbbbbbb` |" in pages.render(tmp_path)
+
+
+def test_identification_stands_beside_its_blind_floor(tmp_path: Path) -> None:
+    dgp = FULL.attack("ig", "dgp")
+    result = fake(dgp, 0.5, 0.5)
+    result["scores"]["identified"] = [1.0, 0.0, 0.0, 0.0]
+    result["floor"] = {"grey": {"ssim": 0.1, "identified": 0.0}, "mean": {"ssim": 0.2, "identified": 0.12}}
+    store.write(store.path_of(tmp_path, "full", dgp), result)
+    assert "| 0.200 | 25 (12) | 4 |" in pages.render(tmp_path)
+
+
+def test_a_reason_is_written_once_and_pointed_at_afterwards(tmp_path: Path) -> None:
+    for cell in (FULL.attack("rob", "dgp"), FULL.attack("rob", "dgp", "lenet")):
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, 0.5, 0.1))
+    text = pages.render(tmp_path)
+    assert text.count("what stands for an empty guess decides") == 1
+    pointed = "- lenet, dgp (LPIPS, SSIM7); resnet18, dgp (LPIPS, SSIM7): as under [Rob on ResNet18](#rob-on-resnet18)."
+    assert pointed in text
+
+
 def fake(cell: AttackCell, ssim: float, lpips: float, seed: int = 0) -> dict[str, Any]:
     cell = replace(cell, seed=seed)
     scores = {"ssim": [ssim] * 4, "paper_ssim": [ssim] * 4, "lpips": [lpips] * 4, "psnr": [20.0] * 4, "mse": [0.01] * 4}
@@ -316,9 +357,9 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
     assert "0.287" in line
     assert "NVIDIA H200, 2026-01-02, `0123456789`" in line
     assert "| 8 | 0, 1 |" in line
-    sentences = [row for row in text.splitlines() if row.startswith("- dgp, ")]
-    assert len(sentences) == 1, "LPIPS agrees, SSIM does not"
-    assert "SSIM 0.090 against 0.287" in sentences[0]
+    sentences = [row for row in text.splitlines() if row.startswith("- dgp ")]
+    assert len(sentences) == 1, "one line of the page differs"
+    assert sentences[0].startswith("- dgp (SSIM7): "), "LPIPS agrees, SSIM does not"
     assert "tested (`results/reasons/rgap_failed.json`): nothing is recovered in either case" in sentences[0]
     assert "never isolates the last bin" in text
     assert "not run" in text
@@ -344,7 +385,7 @@ def test_results_on_another_copy_of_the_data_stand_apart(tmp_path: Path) -> None
         store.write(path, fake(dgp, 0.5, 0.5) | {"digests": digests})
         assert figures.results_of(tmp_path, "full", Entry("", "", dgp)) == []
         text = pages.render(tmp_path)
-        assert f"| `{key(dgp)}` |  | 0.500 | 0.500 | 4 |" in text.partition("## Another copy of CIFAR-10")[2]
+        assert f"| `{key(dgp)}` |  | 0.500 | 0.100 | 0.500 | 4 |" in text.partition("## Another copy of CIFAR-10")[2]
     store.write(path, fake(dgp, 0.5, 0.5))
     assert len(figures.results_of(tmp_path, "full", Entry("", "", dgp))) == 1
     assert "## Another copy" not in pages.render(tmp_path)
@@ -446,6 +487,7 @@ def test_the_view_shows_originals_from_the_readers_copy(in_scratch: Path) -> Non
     page = view.page("main", TINY, in_scratch, None)
     assert 'alt="originals"' in page
     assert "QUICK SCALE" in page
+    assert "cnn6 in place of resnet18" in page
     result = store.load(store.path_of(in_scratch, "quick", outcome.cell))
     originals = store.strip_bytes(data.load("photos", split="test").pixels(result["victims"]))
     assert base64.b64encode(originals).decode() in page
@@ -458,7 +500,7 @@ def test_the_view_shows_originals_from_the_readers_copy(in_scratch: Path) -> Non
 def card(tmp_path: Path) -> dict[str, Any]:
     for attack, ssim in (("ig+mask", 0.98), ("gi+mask", 0.7), ("rob+fit", 0.97)):
         cell = FULL.attack(attack, "dgp")
-        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.01))
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.01) | {"n": 20})
     return cards.make("dgp", tmp_path)
 
 
@@ -485,6 +527,13 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
         ({"threats": []}, "first upload"),
         ({"bytes": {"up": 0, "dense": 4}}, "above 0"),
         ({"bytes": {"up": True, "dense": 4}}, "type number"),
+        ({"bytes": {"up": math.nan, "dense": 4}}, "finite"),
+        ({"by": "me\n\n# A heading"}, "one line"),
+        ({"defense": "best | 1.000"}, "one line without |"),
+        ({"text": "a:b`<img src=x>"}, "one line without |"),
+        ({"source": " "}, "1 to 300 characters"),
+        ({"date": "yesterday"}, "date must look like"),
+        ({"setting": {"model": "lenet", "data": "digits", "batch_size": 0, "pictures": 20}}, "batch_size must be"),
         ({"setting": {"model": "resnet18"}}, "data is missing"),
         (
             {"accuracy": {"percent": 930, "undefended_percent": 93, "setting": "", "evidence": ""}},
@@ -494,6 +543,49 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
 )
 def test_the_validator_says_what_is_wrong(card: dict[str, Any], change: dict[str, Any], complaint: str) -> None:
     assert any(complaint in text for text in cards.problems({**card, **change}))
+
+
+@pytest.mark.parametrize(("field", "value"), [("n", 19), ("lpips", -0.1), ("identified", 2)])
+def test_the_validator_looks_at_the_scores(card: dict[str, Any], field: str, value: float) -> None:
+    threat = {**card["threats"][0], field: value}
+    assert any(f"threats[0]: {field} must" in text for text in cards.problems({**card, "threats": [threat]}))
+
+
+def test_a_file_that_is_no_card_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "deep.json"
+    path.write_text("[" * 100_000 + "]" * 100_000)
+    assert isinstance(CliRunner().invoke(app, ["leaderboard", "check", str(path)]).exception, ConfigError)
+
+
+def test_leaving_threats_out_is_no_way_up_the_board(card: dict[str, Any], tmp_path: Path) -> None:
+    assert {t["threat"] for t in card["threats"]} == {"first upload", "active"}
+    first = {**card["threats"][0], "ssim": 0.1}
+    (tmp_path / "cards").mkdir()
+    for name, content in (("dgp", card), ("untried", {**card, "defense": "untried", "threats": [first]})):
+        (tmp_path / "cards" / f"{name}.json").write_text(json.dumps(content))
+    page = board.render(tmp_path)
+    assert page.index("| dgp<br>") < page.index("| untried<br>")
+
+
+def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:
+    for attack, ssim, picked in (("ig+mask", 0.2, 0.0), ("ig+coarse", 0.1, 1.0)):
+        cell = FULL.attack(attack, "dgp")
+        result = fake(cell, ssim, 0.4) | {"n": 20}
+        result["scores"]["identified"] = [picked] * 4
+        store.write(store.path_of(tmp_path, "full", cell), result)
+    card = cards.make("dgp", tmp_path)
+    assert [(t["ssim"], t["identified"]) for t in card["threats"]] == [(0.2, 0.0), (0.1, 1.0)]
+    (tmp_path / "cards").mkdir()
+    (tmp_path / "cards" / "dgp.json").write_text(json.dumps(card))
+    assert "0.200 (blind 0.100), identified 100 %" in board.render(tmp_path)
+
+
+def test_the_cards_of_this_repository_follow_its_results() -> None:
+    for path in (RESULTS / "cards").glob("*.json"):
+        card = cards.load(path)
+        if card["by"] == "gradveil":
+            made = cards.make(card["defense"], RESULTS)
+            assert card == made, f"run: gradveil leaderboard card {card['defense']}, then gradveil leaderboard render"
 
 
 def test_the_example_on_the_page_is_valid() -> None:
@@ -520,6 +612,14 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     quick = runner.invoke(app, ["reproduce", "main", "--cells", "rob_none_*", "--device", "cpu", "--out", "results"])
     assert quick.exit_code == 0, quick.output
     assert "QUICK SCALE" in quick.output
+    page = (in_scratch / "runs" / "reproduce" / "main-quick.md").read_text()
+    assert "QUICK SCALE" in page
+    assert "cnn6 in place of resnet18" in page
+    assert "| none |" in page.partition("### Rob on ResNet18")[2]
+    assert "| 0.023 |" in page.partition("### Rob on ResNet18")[2], "the paper's value"
+    strip = re.search(r"\((\S*rob_none_\S*webp)\)", page)
+    assert strip
+    assert (in_scratch / "runs" / "reproduce" / strip[1]).exists()
     (in_scratch / "docs").mkdir()
     for words in (["reproduce", "render"], ["leaderboard", "render"], ["reproduce", "view", "main"]):
         done = runner.invoke(app, words)
@@ -537,6 +637,10 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     assert runner.invoke(app, ["leaderboard", "check", str(good)]).exit_code == 0
     assert runner.invoke(app, ["leaderboard", "check", str(good), str(bad)]).exit_code == 1
     assert isinstance(runner.invoke(app, ["reproduce", "main", "--scale", "huge"]).exception, ValueError)
+    assert "--dry" in str(runner.invoke(app, ["reproduce", "main", "--cells", "nothing"]).exception)
+    assert "no picture or curve of cost" in str(runner.invoke(app, ["reproduce", "view", "cost"]).exception)
+    assert "there is no folder" in str(runner.invoke(app, ["reproduce", "render", "--out", "nowhere"]).exception)
+    assert "QUICK SCALE" in (in_scratch / "docs" / "results.md").read_text(), "not overwritten"
 
 
 def test_cifar100_files_of_the_official_layout_are_attacked(in_scratch: Path) -> None:

@@ -1,23 +1,28 @@
 """Training: the protocol, its determinism, its continuation after a kill, and the fast engine against the loop."""
 
+import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
 from gradveil import Veil, data, tree
-from gradveil.cli import app, commands
+from gradveil.cli import app, commands, train
 from gradveil.core import Batch, Masks
 from gradveil.defenses import GaussianNoise, Identity
 from gradveil.errors import ConfigError, StateError
@@ -27,10 +32,11 @@ from gradveil.training.checkpoint import save_checkpoint
 from gradveil.training.compute import Compute
 from gradveil.training.fast import FastTrainer
 from gradveil.training.feed import Feed
-from gradveil.training.log import read_rounds
+from gradveil.training.log import Log, read_rounds
 from gradveil.training.loop import Upload, Work
 from gradveil.training.protectors import White
-from gradveil.training.run import run, trainer_for
+from gradveil.training.rounds import Round
+from gradveil.training.run import run, summary, trainer_for
 
 assert commands  # importing it registers the commands
 TINY = Settings(model="mlp(hidden=32)", data="digits", users=4, epochs=1, rounds=6, lr="0.2", eval_every=1000)
@@ -471,16 +477,68 @@ def test_tensorboard_gets_the_curves_if_it_is_installed(tmp_path: Path, monkeypa
 
         def close(self) -> None: ...
 
-    monkeypatch.setattr("gradveil.training.log._tensorboard", lambda folder: Board())
+    monkeypatch.setattr("gradveil.training.log._tensorboard", lambda *_: Board())
     result = run(replace(TINY, rounds=2), tmp_path)
     assert [step for name, _, step in points if name == "loss"] == [0, 1]
     assert ("accuracy", result["accuracy"], 1) in points
+
+
+def test_tensorboard_forgets_the_rounds_that_a_kill_undid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    purged: list[int | None] = []
+
+    class Writer:
+        def __init__(self, folder: str, purge_step: int | None) -> None:
+            purged.append(purge_step)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
+    for next_round in (0, 5):
+        Log(tmp_path, next_round).close()
+    assert purged == [None, 5]
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"index": 0}\n{"index": 1}\n{"ind')
     assert [line["index"] for line in read_rounds(path)] == [0, 1]
+    path.write_text('{"index": 0}\nnonsense\n')
+    with pytest.raises(StateError, match=r"metrics\.jsonl is damaged"):
+        read_rounds(path)
+
+
+def test_a_refused_continuation_leaves_the_settings_of_the_run(tmp_path: Path) -> None:
+    run(TINY, tmp_path, minutes=0.0)
+    before = (tmp_path / "settings.toml").read_text()
+    line = ["train", str(tmp_path / "settings.toml"), "--resume", f"--out={tmp_path}", "--no-progress"]
+    refused = CliRunner().invoke(app, [*line, "--defense=none"])
+    assert isinstance(refused.exception, ConfigError)
+    assert (tmp_path / "settings.toml").read_text() == before
+
+
+def test_a_run_that_cannot_start_leaves_no_folder(tmp_path: Path) -> None:
+    line = ["train", "--data", str(tmp_path / "nowhere"), "--out", str(tmp_path / "run")]
+    assert isinstance(CliRunner().invoke(app, line).exception, ConfigError)
+    assert not (tmp_path / "run").exists()
+
+
+def test_tf32_is_refused_where_it_would_do_nothing() -> None:
+    with pytest.raises(ConfigError, match="use float32"):
+        assemble(replace(TINY, precision="tf32", device="cpu"))
+
+
+def test_pictures_have_the_size_that_was_asked_for() -> None:
+    test = assemble(replace(TINY, size=12)).test
+    assert test is not None
+    assert test.input_shape == (1, 12, 12)
+
+
+def test_seconds_of_the_defense_do_not_count_the_first_round_which_compiles() -> None:
+    trainer = trained(replace(TINY, rounds=1))
+    rounds = [{"seconds": 1.0, "loss": 1.0, "users_measured": 4, "defense_seconds": s} for s in (9.0, 0.1, 0.2)]
+    rounds = [{**r, "index": i, "residual_ratio": 1.0, "gamma": 0.5} for i, r in enumerate(rounds)]
+    assert summary(trainer, "finished", rounds)["per_user_and_round"]["defense_seconds"] == 0.2
 
 
 # The command
@@ -488,13 +546,14 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 
 def test_the_command_reads_a_file_takes_flags_and_writes_what_it_resolved(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
-    config.write_text('model = "mlp(hidden=16)"\nusers = 2\nrounds = 3\nlr = "0.1"\n')
+    config.write_text('model = "mlp(hidden=16)"\nusers = 2\nrounds = 3\nlr = 0.1\n')
     line = ["train", str(config), "--users", "3", "--out", str(tmp_path / "run"), "--no-progress"]
     done = CliRunner().invoke(app, line)
     assert done.exit_code == 0, done.output
     assert "test accuracy" in done.output
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert (result["settings"]["users"], result["rounds_done"]) == (3, 3)
+    assert '# resolved: augment = "none"\n' in (tmp_path / "run" / "settings.toml").read_text()
     again = CliRunner().invoke(app, ["train", str(tmp_path / "run" / "settings.toml"), "--out", str(tmp_path / "two")])
     assert again.exit_code == 0, again.output
     second = json.loads((tmp_path / "two" / "result.json").read_text())
@@ -522,6 +581,9 @@ def test_the_command_refuses_unknown_keys_and_reports_divergence(tmp_path: Path)
         ({"local_steps": 2}, "set algorithm to fedavg"),
         ({"batchnorm": "mean"}, "one of average, first, local"),
         ({"users": 0}, "users must be a whole number of at least 1"),
+        ({"momentum": 2.0}, r"momentum must be a share in \[0, 1\]"),
+        ({"seed": 2**63}, "seed must be below"),
+        ({"size": -1}, "size must be a whole number"),
     ],
 )
 def test_settings_refuse_what_makes_no_sense(changes: dict[str, Any], message: str) -> None:
@@ -576,3 +638,14 @@ def test_continuing_a_fast_run_with_ten_users_keeps_every_bit(digits: data.Datas
     list(rest)
     whole.evaluate(), rest.evaluate()
     assert all(torch.equal(t, rest.model.state_dict()[name]) for name, t in whole.model.state_dict().items())
+
+
+def test_the_progress_bar_fits_into_80_columns() -> None:
+    one = Round(15699, 99, 0.01, 1.258, 10, accuracy=0.9294, bytes_up=7.4e6, bytes_down=1.3e7)
+    page = io.StringIO()
+    with Progress(*train._columns(), console=Console(file=page, width=80, force_terminal=True)) as bar:
+        news = " ".join(train._latest([one]).values())
+        bar.add_task("chain(soteria, dgp)", total=15700, completed=15699, news=news)
+    last = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", page.getvalue()).strip().splitlines()[-1]
+    for text in ("chain(s…", "15699/15700", "loss 1.258", "acc 92.9%", "up 7.06 MiB", "down 12.40 MiB", "--:--"):
+        assert text in last, last

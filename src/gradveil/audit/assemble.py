@@ -155,7 +155,7 @@ def _constants(text: str, name: str) -> tuple[float, ...]:
 def _shard(plan: Plan, saved: Checkpoint) -> tuple[Dataset, Dataset]:
     """Return the client's own pictures of a training run, and everybody's test pictures."""
     settings = saved.settings
-    root = settings.root or None
-    train = data.load(settings.data, split="train", root=root)
+    root, size = settings.root or None, settings.size or None
+    train = data.load(settings.data, split="train", root=root, size=size)
     parts = shards(train, settings)
-    return train.subset(parts[plan.client]), data.load(settings.data, split="test", root=root)
+    return train.subset(parts[plan.client]), data.load(settings.data, split="test", root=root, size=size)

@@ -1,6 +1,5 @@
 """`gradveil leaderboard`: check cards, make one from recorded results, render the page."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -22,12 +21,9 @@ def check(files: Annotated[list[Path], typer.Argument(help="Cards.")]) -> None:
     """Say what is wrong with cards; exit code 1 if anything is."""
     bad = False
     for path in files:
-        try:
-            wrong = cards.problems(json.loads(path.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read the card {path}: {error}") from error
+        wrong = cards.problems(cards.read(path))
         bad |= bool(wrong)
-        out.print(f"{path}: {'valid' if not wrong else ''}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"{path}: {'not valid' if wrong else 'valid'}", markup=False, highlight=False, soft_wrap=True)
         for text in wrong:
             out.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
     if bad:

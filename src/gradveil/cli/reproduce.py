@@ -1,5 +1,6 @@
 """`gradveil reproduce`: the paper table by table, and the pages made of what came out."""
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ from rich.markup import escape
 from ..reproduce import NAMES, SCALES, Outcome, Session, run
 from ..reproduce.cells import key
 from ..reproduce.pages import render as make_page
+from ..reproduce.pages import render_table
 from ..reproduce.tables import TABLES
 from ..reproduce.view import page as make_view
+from ..reproduce.weights import RUNS
+from ..training.job import pick_device
 from . import app, err, out
 
 group = typer.Typer(
@@ -44,11 +48,13 @@ def _command(name: str) -> None:
         root: Root = None,
         seeds: Annotated[str, typer.Option(help="Seeds, such as 0,1,2.")] = "0",
         folder: Folder = Path("results"),
-        minutes: Annotated[float | None, typer.Option(help="Stop cleanly after this long.")] = None,
+        minutes: Annotated[float | None, typer.Option(min=0, help="Stop cleanly after this long.")] = None,
         cells: Annotated[str, typer.Option(help="Only cells whose name matches, such as 'ig*_dgp_*,rob*'.")] = "*",
         train: Annotated[bool, typer.Option("--train", help="Full scale: also run the missing training runs.")] = False,
         dry: Annotated[bool, typer.Option("--dry", help="Only list the cells.")] = False,
     ) -> None:
+        pick_device(device)  # a device that is not there is one line, not a failure of each cell
+        numbers = _numbers(seeds)
         session = Session(
             scale=SCALES[_known(scale)],
             folder=folder,
@@ -58,13 +64,21 @@ def _command(name: str) -> None:
             train=train,
             command=shlex.join(["gradveil", *sys.argv[1:]]),
         )
-        out.print(f"{name}, {session.scale.note}.", markup=False, highlight=False)
-        outcomes = run(name, session, seeds=_numbers(seeds), pattern=cells, tell=_list if dry else _tell)
+        out.print(f"{name}, {session.scale.explained}", markup=False, highlight=False)
+        outcomes = run(name, session, seeds=numbers, pattern=cells, tell=_list if dry else _tell)
         count = {status: sum(o.status == status for o in outcomes) for status in STYLES}
         summary = ", ".join(f"{number} {status}" for status, number in count.items() if number)
-        out.print(f"{summary or 'no cell matches'}; {session.scale.name} scale, in {folder / session.scale.name}")
+        out.print(f"{summary or 'nothing to do'}; {session.scale.name} scale, in {folder / session.scale.name}")
+        if not outcomes:
+            raise ValueError(f"no cell of {name} matches {cells!r}: --dry lists them")
         if count["no time"] and not dry:
             out.print("the same command goes on where this one stopped")
+        if not dry:
+            page = RUNS / f"{name}-{scale}.md"
+            page.parent.mkdir(parents=True, exist_ok=True)
+            strips = os.path.relpath(folder / scale, page.parent)
+            page.write_text(render_table(name, session.scale, folder, strips), encoding="utf-8")
+            out.print(f"the table, the paper's values beside ours: {page}", highlight=False, soft_wrap=True)
         if count["failed"]:
             raise typer.Exit(1)
 

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
 
-from ..config import dump_toml, from_mapping, read_toml
+from ..config import from_mapping, read_toml
 from ..training.job import Job
 from ..training.rounds import Round
-from ..training.run import holds_run, run
+from ..training.run import run
 from ..training.settings import Settings
 from . import app, err, out
 from .options import with_options
@@ -23,7 +23,7 @@ def train(
     config: Annotated[Path | None, typer.Argument(help="TOML file.")] = None,
     folder: Annotated[Path | None, typer.Option("--out", "-o", help="The run's folder; by default in runs/.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the folder's checkpoint, if any.")] = False,
-    minutes: Annotated[float | None, typer.Option(help="Stop after this long, with a checkpoint.")] = None,
+    minutes: Annotated[float | None, typer.Option(min=0, help="Stop after this long, with a checkpoint.")] = None,
     progress: Annotated[bool, typer.Option(help="Show a progress bar.")] = True,
     **flags: Any,
 ) -> None:
@@ -34,18 +34,17 @@ def train(
     checkpoint.safetensors and result.json. Run the same command with --resume to go on after a stop or a kill.
     """
     values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
+    if isinstance(values.get("lr"), int | float):  # in TOML a single rate is a number
+        values["lr"] = str(values["lr"])
     settings = from_mapping(values, Settings, str(config or "gradveil train"))
     folder = folder or Path("runs") / _name(settings)
-    if resume or not holds_run(folder):  # otherwise `run` refuses, and that run keeps its settings
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "settings.toml").write_text(dump_toml(settings), encoding="utf-8")
     with Progress(*_columns(), console=err, disable=not progress, refresh_per_second=2) as bar:
         task = bar.add_task("preparing", total=None, news="")
 
         def show(job: Job, rounds: list[Round]) -> None:
             bar.update(task, description=settings.defense, total=job.rounds, completed=rounds[-1].index + 1)
             latest.update(_latest(rounds))
-            bar.update(task, news="  ".join(latest.values()))
+            bar.update(task, news=" ".join(latest[name] for name in ("loss", "accuracy", "bytes") if name in latest))
 
         latest: dict[str, str] = {}
         result = run(settings, folder, resume=resume, minutes=minutes, on_rounds=show)
@@ -61,13 +60,13 @@ def _name(settings: Settings) -> str:
 
 
 def _columns() -> tuple[Any, ...]:
+    """Return columns that fit into 80 characters: the defense's name is cut before any figure is."""
     return (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=8)),
+        BarColumn(bar_width=4),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[news]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(elapsed_when_finished=False),
+        TextColumn("{task.fields[news]}", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
     )
 
 
@@ -76,7 +75,7 @@ def _latest(rounds: list[Round]) -> dict[str, str]:
     news = {"loss": f"loss {rounds[-1].loss:.3f}"}
     for one in rounds:
         if one.accuracy is not None:
-            news["accuracy"] = f"accuracy {100 * one.accuracy:.2f} %"
+            news["accuracy"] = f"acc {100 * one.accuracy:.1f}%"
         if one.bytes_up is not None and one.bytes_down is not None:
             news["bytes"] = f"up {_size(one.bytes_up)} down {_size(one.bytes_down)}"
     return news

@@ -71,9 +71,12 @@ def _imported(path: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.M
 
 def _fitting(model: nn.Module, name: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     try:
-        found = tuple(dry_run(model, input_shape).shape)
+        outputs: Any = dry_run(model, input_shape)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"model {name} cannot take inputs of shape {input_shape}: {error}") from error
+    if not isinstance(outputs, torch.Tensor):
+        raise ConfigError(f"model {name} gives a {type(outputs).__name__}, expected a tensor with a score per class")
+    found = tuple(outputs.shape)
     if found != (2, num_classes):
         raise ConfigError(f"model {name} gives outputs {found} for 2 inputs, expected (2, {num_classes})")
     return model

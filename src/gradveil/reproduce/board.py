@@ -14,8 +14,10 @@ HEAD = """# Leaderboard
 
 How much of a private picture the strongest recorded attacker recovers who knows the defense, what the defense costs in
 accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy, "blind" is what a guess reaches that
-never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so. Best defenses
-come first: those whose worst score lies least above blind guessing.
+never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so, for whichever
+recorded attack does that best. Defenses measured under more threats come first, since an attack that nobody ran proves
+nothing; among equals those whose worst score lies least above blind guessing. The text under a name is what was
+attacked: `hardened` by default mixes 32 examples before it sends, here it sends each by itself.
 
 {threats}
 """
@@ -24,7 +26,7 @@ SUBMIT = """
 
 1. Attack your defense with the strongest adaptive attackers you can find, at least one on the client's first upload:
    `gradveil reproduce beyond --scale full`, `gradveil audit`, or code of your own. An attacker who does not know the
-   defense does not count. 20 pictures or more, none chosen by hand.
+   defense does not count. None of the pictures is chosen by hand, and on the first upload there are 20 or more.
 2. Write `results/cards/NAME.json` like the example below; `gradveil leaderboard card DEFENSE` makes one from recorded
    results. `text` builds the defense in gradveil, or names it as `package.module:Class`, which the validator does not
    import. `source` says where its code is, `evidence` where the scores of every single picture are. SSIM and LPIPS are
@@ -78,12 +80,14 @@ def render(folder: Path) -> str:
     if not found:
         return text + "\nNo card yet.\n" + submit
     rows = [["defense", *cards.THREATS, "accuracy, % (undefended)", "upload / dense", "setting", "by"]]
-    rows += [_row(card) for card in sorted(found, key=lambda card: (_excess(card), card["defense"]))]
+    rows += [_row(card) for card in sorted(found, key=_rank)]
     return text + "\n" + table(rows) + submit
 
 
-def _excess(card: dict[str, Any]) -> float:
-    return max(float(t["ssim"]) - float(t["blind_ssim"]) for t in card["threats"])
+def _rank(card: dict[str, Any]) -> tuple[int, float, str]:
+    """Return what cards are sorted by: leaving a threat out must not be a way up."""
+    missing = len(cards.THREATS) - len({t["threat"] for t in card["threats"]})
+    return missing, max(float(t["ssim"]) - float(t["blind_ssim"]) for t in card["threats"]), card["defense"]
 
 
 def _row(card: dict[str, Any]) -> list[str]:
@@ -103,5 +107,6 @@ def _score(threats: list[dict[str, Any]]) -> str:
         return "not measured"
     worst = max(threats, key=lambda t: float(t["ssim"]))
     attack = worst["attack"].partition("(")[0]
-    picked = f"identified {100 * worst['identified']:.0f} %, " if "identified" in worst else ""
+    most = max((float(t["identified"]) for t in threats if "identified" in t), default=None)
+    picked = f"identified {100 * most:.0f} %, " if most is not None else ""
     return f"{shown(worst['ssim'])} (blind {shown(worst['blind_ssim'])}), {picked}{attack}, n {worst['n']}"

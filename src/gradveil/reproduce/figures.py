@@ -17,6 +17,7 @@ from .tables import Entry
 
 UNKNOWN = "no reason known yet."
 UNTESTED = "a guess, not tested:"
+METRICS = {"lpips": "LPIPS", "ssim": "SSIM7", "min_lpips": "min LPIPS", "max_ssim": "max SSIM7", "mib": "MiB"}
 TESTED = "tested (`results/reasons/{}.json`):"
 
 
@@ -77,6 +78,9 @@ def figures_of(entry: Entry, results: list[dict[str, Any]]) -> dict[str, Figure]
         found["min_lpips"] = summarise([[min(_known(card["lpips"]))] for card in cards])
     if all("identified" in card for card in cards):
         found["identified"] = summarise([[100 * v for v in card["identified"]] for card in cards])
+    if all("identified" in card for r in results for card in r["floor"].values()):
+        floors = [[100 * max(card["identified"] for card in r["floor"].values())] for r in results]
+        found["blind_identified"] = summarise(floors)
     found["distance"] = summarise([r["distance"] for r in results])
     found["blind"] = summarise([[max(card["ssim"] for card in r["floor"].values())] for r in results])
     return found
@@ -101,16 +105,15 @@ def _known(values: Sequence[float | None]) -> list[float]:
     return [v for v in values if v is not None] or [math.nan]
 
 
-def deviations(pairs: Sequence[tuple[Entry, dict[str, Figure]]]) -> list[str]:
-    """Return, for each reason, what leaves the paper's figures by more than its spread."""
-    said: dict[str, list[str]] = {}
+def deviations(pairs: Sequence[tuple[Entry, dict[str, Figure]]]) -> dict[str, str]:
+    """Return reasons, and for each which lines and metrics leave the paper's figures by more than their spread."""
+    said: dict[str, dict[str, list[str]]] = {}
     for entry, found in pairs:
         for name, paper in entry.paper.items():
             if name in found and found[name].leaves(paper):
-                what = {"lpips": "LPIPS", "ssim": "SSIM", "mib": "MiB"}.get(name, name.replace("_", " "))
-                numbers = f"{entry.label}, {what} {shown(found[name].mean)} against {shown(paper)}"
-                said.setdefault(reason(entry, name), []).append(numbers)
-    return [f"{'; '.join(numbers)}: {why}" for why, numbers in said.items()]
+                metrics = said.setdefault(reason(entry, name), {}).setdefault(entry.label, [])
+                metrics.append(METRICS.get(name, name))
+    return {why: "; ".join(f"{line} ({', '.join(m)})" for line, m in lines.items()) for why, lines in said.items()}
 
 
 def reason(entry: Entry, metric: str) -> str:

@@ -2,40 +2,79 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .cells import CostCell, TrainingCell, key
+from ..errors import ConfigError
+from .cells import AttackCell, CostCell, TrainingCell, key
 from .figures import Figure, deviations, figures_of, results_of, shown, summarise
-from .scales import SCALES
+from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
 from .tables import TABLES, Entry, entries
 
 Found = dict[str, Figure]
 Column = tuple[str, Callable[[Entry, Found], str]]
 
+PRINTED = {  # columns of what the paper prints -> its metric
+    "paper LPIPS": "lpips",
+    "paper SSIM7": "ssim",
+    "paper min LPIPS": "min_lpips",
+    "paper max SSIM7": "max_ssim",
+    "paper accuracy, %": "accuracy",
+    "paper prints, MiB": "mib",
+    "paper prints, s per epoch": "seconds",
+}
 HEAD = """# Results
 
 <!-- Rendered from results/ by `gradveil reproduce render`: change the results or the renderer, not this page. -->
 
-Every line comes from a result file under `results/` that holds the command, commit, hardware, seconds, seed and the
-score of every single picture. "Paper" is what the DGP paper (AAAI 2024) prints. Where ours differs from it by more than
-the spread, a sentence below the table says why, or what we guess. A `+` behind a commit means that the code had changes
-that were not committed. Uploads without content are never scored.
+Every line comes from result files under `results/` that hold the command, commit, hardware, seconds, seed and the score
+of every single picture. "Paper" is what the DGP paper (AAAI 2024) prints. Where ours differs from it by more than the
+spread, a sentence below the table says why: tested, or a guess. What was not run is named as such.
 
-- LPIPS: low means recovered. SSIM: high means recovered. "SSIM (paper's)" uses a flat 7x7 window and a data range
-  of 2, which the paper's figures fit and under which plain grey scores about 0.25; "SSIM" is the usual one. "Blind" is
-  the SSIM of the best guess that never looks at the gradient.
-- "Identified": how often the private picture is the reconstruction's nearest among 99 others and the pictures of its
-  own upload, by MSE, SSIM or LPIPS, whichever ranks it best.
-- ± is two standard errors over all pictures, or half the range of the seeds' means if that is wider.
+{contents}
+## How to read this page
+
+- **LPIPS**: low means recovered. **SSIM**: high means recovered; "blind" is what the best guess reaches that never
+  looks at the gradient. **SSIM7** is the kind the paper's figures fit: a flat 7x7 window and a data range of 2, under
+  which plain grey scores about 0.25. It is there to compare with the paper; judge leakage by SSIM against blind.
+- **identified**: how often the private picture is the reconstruction's nearest among 99 others and the pictures of its
+  own upload, by MSE, SSIM or LPIPS, whichever ranks it best. In brackets: the best blind guess.
+- **±** is two standard errors over all pictures, or half the range of the seeds' means if that is wider. Without it
+  there is one value only, and any difference from the paper counts as one.
+- **min, max**: of each seed's pictures, then the mean over the seeds. **n**: pictures of all seeds together.
+- **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed.
+- Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
+  the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
+  values stand under [beyond](#beyond). Uploads without content are never scored.
 - A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
   dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
 - CIFAR-10 is the original, known by its digest. Results on other copies stand apart, at the end.
-- Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
-  the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
-  values stand under "beyond".
+
+| attacker | who that is |
+|---|---|
+| `ig`, `gi`, `rob`, `rgap` | the paper's four, who do not allow for the defense; `rob` plants a layer |
+| `ig+mask`, `gi+mask`, `rgap+mask` | the same, told the defense: behind pruning they compare only what arrived |
+| `rob+fit` | Rob with its planted layer fitted to the defense |
+| `ig+band` | also uses that what did not arrive lies above or below the sent band |
+| `ig+coarse` | looks for a picture of 8 by 8 pixels only, which finds form under noise |
+| `ig+chain` | follows the client from its first round and subtracts what it was held back |
+| `spotlight` | plants a layer of which one row fires |
+| `ggl` | searches a generator trained on public pictures |
+
+| defense | what that is |
+|---|---|
+| `ats_r`, `ats_t` | ATS; compared with the picture as ATS changed it, and with the raw one |
+| `outpost` | attacked with its gate open: shut, it sends the raw gradient |
+| `topk`, `topk5` | Top-k that keeps 20 %, and 5 %, with error feedback |
+| `dgp-nofeedback`, `adgp-nofeedback` | without error feedback |
+| `hardened1` | the noise and rounding of `hardened` on single examples; `hardened` mixes 32 before it sends |
 """
+NOTES = {
+    "R-GAP on CNN6": "PRECODE has no line, nor has it one in the paper: a random bottleneck leaves no chain of layers "
+    "to solve.",
+}
 OTHER_HEAD = """## Another copy of CIFAR-10
 
 These ran on a copy whose pictures went through JPEG (310 bytes each) and came in another order. That costs accuracy and
@@ -45,17 +84,44 @@ QUICK_HEAD = """## Quick scale
 
 {note}. One line for each recorded cell.
 """
+NO_QUICK = "\nNone is kept here: `gradveil reproduce all` makes them, in minutes on a CPU.\n"
+
+
+@dataclass(frozen=True)
+class _Page:
+    """Where the results of a page lie, where its pictures are, and under which heading each reason was first given."""
+
+    folder: Path
+    scale: str
+    pictures: str
+    said: dict[str, str] = field(default_factory=dict)
+
+
+def render_table(name: str, scale: Scale, folder: Path, pictures: str) -> str:
+    """Return one table, or all, at one scale, the paper's values beside ours; `pictures` leads to the strips."""
+    parts = [f"# {name}, {scale.name} scale\n\n{scale.explained}\n"]
+    page = _Page(folder, scale.name, pictures)
+    for one in TABLES if name == "all" else (name,):
+        parts.append(f"## {one}\n\n{(TABLES[one].__doc__ or '').strip()}\n")
+        parts += [_part(page, title, part) for title, part in _parts(entries(one, scale)).items()]
+    return "\n".join(parts)
 
 
 def render(folder: Path) -> str:
     """Return the page for the results in `folder`."""
-    parts = [HEAD]
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}: results lie where gradveil reproduce wrote them (--out)")
+    parts: list[str] = []
+    contents = [["table", "what", "lines recorded"]]
+    page = _Page(folder, "full", "../results/full")
     for name, make in TABLES.items():
-        parts.append(f"## {name}\n\n{(make.__doc__ or '').strip()}\n")
-        for title, lines in _parts(entries(name, SCALES["full"])).items():
-            parts.append(_part(folder, title, lines))
+        what, lines = (make.__doc__ or "").strip(), entries(name, SCALES["full"])
+        recorded = sum(bool(results_of(folder, "full", entry)) for entry in lines)
+        contents.append([f"[{name}](#{name})", what, f"{recorded} of {len(lines)}"])
+        parts.append(f"## {name}\n\n{what} `gradveil reproduce {name} --scale full`\n")
+        parts += [_part(page, title, part) for title, part in _parts(lines).items()]
     parts += [_other_copies(folder), _quick(folder)]
-    return "\n".join(parts)
+    return "\n".join([HEAD.format(contents=table(contents)), *parts])
 
 
 def _parts(lines: list[Entry]) -> dict[str, list[Entry]]:
@@ -65,28 +131,44 @@ def _parts(lines: list[Entry]) -> dict[str, list[Entry]]:
     return found
 
 
-def _part(folder: Path, title: str, lines: list[Entry]) -> str:
-    results = [results_of(folder, "full", entry) for entry in lines]
+def _part(page: _Page, title: str, lines: list[Entry]) -> str:
+    """Return one heading with its table."""
+    results = [results_of(page.folder, page.scale, entry) for entry in lines]
     figures = [figures_of(entry, found) for entry, found in zip(lines, results, strict=True)]
+    text = f"### {title}\n\n" + (f"{NOTES[title]}\n\n" if title in NOTES else "")
     if not any(results):
-        names = "; ".join(entry.label for entry in lines)
-        return f"### {title}\n\nNot run: {names}.\n"
+        return f"{text}Not run: {'; '.join(entry.label for entry in lines)}.\n"
     columns = _columns(lines)
-    rows = [["", *(name for name, _ in columns), "n", "seeds", "run"]]
+    attacked = isinstance(lines[0].cell, AttackCell)
+    rows = [["", *(name for name, _ in columns), *(["n"] if attacked else []), "seeds", "run"]]
     run: list[tuple[Entry, Found]] = []
     for entry, found, figure in zip(lines, results, figures, strict=True):
-        if not found:
-            rows.append([entry.label, *[_paper_only(name, entry) for name, _ in columns], "", "", "not run"])
-            continue
-        cells = [show(entry, figure) for _, show in columns]
-        count = sum(r["n"] for r in found) if "n" in found[0] else len(found)
-        rows.append([entry.label, *cells, str(count), ", ".join(str(_seed(r)) for r in found), _run(found[-1])])
-        run.append((entry, figure))
-    text = f"### {title}\n\n{table(rows)}"
-    said = deviations(run)
-    if said:
-        text += "\n" + "".join(f"- {sentence}\n" for sentence in said)
-    return text + _strips(lines, results)
+        if found:
+            cells = [show(entry, figure) for _, show in columns]
+            count = [str(sum(r["n"] for r in found))] if attacked else []
+            rows.append([entry.label, *cells, *count, ", ".join(str(_seed(r)) for r in found), _run(found)])
+            run.append((entry, figure))
+        elif entry.paper:
+            cells = [_paper_only(name, entry) for name, _ in columns]
+            rows.append([entry.label, *cells, *([""] if attacked else []), "", "not run"])
+    text += table(rows)
+    missing = [entry.label for entry, found in zip(lines, results, strict=True) if not (found or entry.paper)]
+    text += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
+    text += _sentences(title, run, page.said) if page.scale == "full" else ""
+    return text + _strips(page, lines, results)
+
+
+def _sentences(title: str, run: list[tuple[Entry, Found]], said: dict[str, str]) -> str:
+    """Return a sentence for each reason why lines differ from the paper; one given before is pointed at."""
+    lines = ""
+    for why, which in deviations(run).items():
+        first = said.setdefault(why, title)
+        lines += f"- {which}: {why if first == title else f'as under [{first}](#{_anchor(first)}).'}\n"
+    return f"\nDifferent from the paper:\n\n{lines}" if lines else ""
+
+
+def _anchor(title: str) -> str:
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
 
 
 def _columns(lines: list[Entry]) -> list[Column]:
@@ -96,13 +178,13 @@ def _columns(lines: list[Entry]) -> list[Column]:
         return _pair("accuracy, %", "accuracy", lines, 2)
     if isinstance(first, CostCell):
         counted: Column = ("paper's count, MiB", lambda _, f: shown(f["paper_mib"].mean))
-        cost = [*_pair("on the wire, MiB", "mib", lines), *_pair("s per epoch", "seconds", lines)]
+        cost = [*_pair("on the wire, MiB", "mib", lines), *_pair("our s per epoch", "seconds", lines)]
         return [cost[0], counted, *cost[1:]]
-    found = [*_pair("LPIPS", "lpips", lines), *_pair("SSIM (paper's)", "ssim", lines)]
+    found = [*_pair("LPIPS", "lpips", lines), *_pair("SSIM7", "ssim", lines)]
     found += [("SSIM", _ours("plain_ssim", 3)), ("blind", lambda _, f: shown(f["blind"].mean))]
-    found += [("identified, %", lambda _, f: shown(f["identified"].mean, 0) if "identified" in f else "–")]
+    found += [("identified, % (blind)", _identified)]
     if any("min_lpips" in entry.paper for entry in lines):
-        found += [*_pair("min LPIPS", "min_lpips", lines), *_pair("max SSIM (paper's)", "max_ssim", lines)]
+        found += [*_pair("min LPIPS", "min_lpips", lines), *_pair("max SSIM7", "max_ssim", lines)]
     if lines[0].part.startswith("Relative"):
         found = [("distance", _ours("distance", 3)), ("PSNR", _ours("psnr", 1)), ("MSE", _ours("mse", 4)), *found]
     return found
@@ -111,7 +193,8 @@ def _columns(lines: list[Entry]) -> list[Column]:
 def _pair(title: str, metric: str, lines: list[Entry], digits: int = 3) -> list[Column]:
     pair: list[Column] = [(title, _ours(metric, digits))]
     if any(metric in entry.paper for entry in lines):
-        pair.append((f"paper {title}", lambda entry, _: _printed(entry, metric)))
+        heading = next(heading for heading, name in PRINTED.items() if name == metric)
+        pair.append((heading, lambda entry, _: _printed(entry, metric)))
     return pair
 
 
@@ -126,44 +209,46 @@ def _ours(metric: str, digits: int) -> Callable[[Entry, Found], str]:
     return show
 
 
+def _identified(_: Entry, found: Found) -> str:
+    if "identified" not in found:
+        return "–"
+    floor = f" ({found['blind_identified'].mean:.0f})" if "blind_identified" in found else ""
+    return f"{found['identified'].mean:.0f}{floor}"
+
+
 def _printed(entry: Entry, metric: str) -> str:
     return f"{entry.paper[metric]:g}" if metric in entry.paper else "–"
 
 
 def _paper_only(title: str, entry: Entry) -> str:
-    names = {
-        "LPIPS": "lpips",
-        "SSIM (paper's)": "ssim",
-        "min LPIPS": "min_lpips",
-        "max SSIM (paper's)": "max_ssim",
-        "accuracy, %": "accuracy",
-        "on the wire, MiB": "mib",
-        "s per epoch": "seconds",
-    }
-    return _printed(entry, names[title.removeprefix("paper ")]) if title.startswith("paper ") else ""
+    return _printed(entry, PRINTED[title]) if title in PRINTED else ""
 
 
-def _run(result: dict[str, Any]) -> str:
-    """Return hardware, date and commit of a result."""
-    where = result["environment"]
-    used_gpu = str(result.get("device") or result.get("resolved", {}).get("device", "")).startswith("cuda")
-    hardware = where["gpu"] if used_gpu else f"{where['cores']} CPU cores"
-    commit = where["commit"] or "unknown"
-    commit = commit[:10] + ("+" if commit.endswith("+") else "")
-    ended = ", diverged" if result.get("status") == "diverged" else ""
-    return f"{hardware}, {where['time'][:10]}, `{commit}`{ended}"
+def _run(results: list[dict[str, Any]]) -> str:
+    """Return hardware, dates and commits of results, each once."""
+    found: list[list[str]] = [[], [], []]
+    for result in results:
+        where = result["environment"]
+        used_gpu = str(result.get("device") or result.get("resolved", {}).get("device", "")).startswith("cuda")
+        commit = where["commit"] or "unknown"
+        commit = commit[:10] + ("+" if commit.endswith("+") else "")
+        hardware = where["gpu"] if used_gpu else f"{where['cores']} CPU cores"
+        for kept, value in zip(found, (hardware, where["time"][:10], f"`{commit}`"), strict=True):
+            kept += [value] if value not in kept else []
+    ended = ", diverged" if any(result.get("status") == "diverged" for result in results) else ""
+    return ", ".join(value for kept in found for value in kept) + ended
 
 
 def _seed(result: dict[str, Any]) -> int:
     return int(result["settings"]["seed"] if result["kind"] == "training" else result["seed"])
 
 
-def _strips(lines: list[Entry], results: list[list[dict[str, Any]]]) -> str:
+def _strips(page: _Page, lines: list[Entry], results: list[list[dict[str, Any]]]) -> str:
     """Return the reconstructions of a part, folded; the originals are shown by `gradveil reproduce view` only."""
     shown_ = {key(e.cell): e.label for e, found in zip(lines, results, strict=True) if found and "victims" in found[0]}
     if not shown_:
         return ""
-    rows = "".join(f"| {label} | ![{label}](../results/full/{name}.webp) |\n" for name, label in shown_.items())
+    rows = "".join(f"| {label} | ![{label}]({page.pictures}/{name}.webp) |\n" for name, label in shown_.items())
     return f"\n<details><summary>Reconstructions</summary>\n\n| | |\n|---|---|\n{rows}\n</details>\n"
 
 
@@ -176,18 +261,19 @@ def table(rows: list[list[str]]) -> str:
 
 def _other_copies(folder: Path) -> str:
     files = [*(folder / "full").glob("*.json"), *(folder / OTHER_COPY).glob("*.json")]
-    rows = [["cell", "accuracy, %", "SSIM", "LPIPS", "n", "run"]]
+    rows = [["cell", "accuracy, %", "SSIM", "blind", "LPIPS", "n", "run"]]
     for path in sorted(files, key=lambda path: path.name):
         result = load(path)
         if on_original(result):
             continue
         if result["kind"] == "training":
             ended = result["accuracy"] if result["status"] == "finished" else math.nan
-            figures = [shown(100 * ended, 2), "", "", "1"]
+            figures = [shown(100 * ended, 2), "", "", "", ""]
         else:
-            means = [shown(summarise([result["scores"][name]]).mean) for name in ("ssim", "lpips")]
-            figures = ["", *means, str(result["n"])]
-        rows.append([f"`{path.stem}`", *figures, _run(result)])
+            ssim, lpips = (shown(summarise([result["scores"][name]]).mean) for name in ("ssim", "lpips"))
+            blind = shown(max(card["ssim"] for card in result["floor"].values()))
+            figures = ["", ssim, blind, lpips, str(result["n"])]
+        rows.append([f"`{path.stem}`", *figures, _run([result])])
     return f"{OTHER_HEAD}\n{table(rows)}" if len(rows) > 1 else ""
 
 
@@ -203,5 +289,5 @@ def _quick(folder: Path) -> str:
         done.add(key(entry.cell))
         found, last = figures_of(entry, results), results[-1]
         means = [shown(found[m].mean) if m in found else "" for m in ("plain_ssim", "lpips", "accuracy", "mib")]
-        rows.append([f"`{entry.cell.stem}`", *means, str(last.get("n", 1)), f"{last['seconds']:.1f}", _run(last)])
-    return text + ("\n" + table(rows) if len(rows) > 1 else "\nNot run.\n")
+        rows.append([f"`{entry.cell.stem}`", *means, str(last.get("n", 1)), f"{last['seconds']:.1f}", _run(results)])
+    return text + ("\n" + table(rows) if len(rows) > 1 else NO_QUICK)

@@ -60,6 +60,14 @@ class Scale:
     deep_side: int  # of the pictures for the cost of deep models
     generator: dict[str, int] | None  # settings of a throw-away generator for GGL; None: the recorded one
 
+    @property
+    def explained(self) -> str:
+        """The note, and what stands for what the headings name."""
+        if not self.stand_ins:
+            return f"{self.note}."
+        models = ", ".join(f"{used} in place of {meant}" for meant, used in self.stand_ins.items())
+        return f"{self.note}. Whatever the headings say: {models}, {self.data} in place of CIFAR."
+
     def attack(self, attack: str, defense: str, model: str = "resnet18", **fields: Any) -> AttackCell:
         """Return the cell of an attacker by its name in tables."""
         text, adaptive = ATTACKERS[attack]

@@ -12,6 +12,7 @@ from .scales import ADAPTED, Scale
 Values = dict[str, float]  # metric -> what the paper prints
 RIVALS = ("none", "ats", "soteria", "precode", "dp", "topk", "outpost", "dgp")
 MODELS = ("cnn6", "lenet", "resnet18", "vgg11")
+TITLES = {"ig": "IG", "gi": "GI", "rob": "Rob", "rgap": "R-GAP"}
 URGENT = ("none", "dgp", "topk", "hardened1")
 FIRST = ("ig", "gi", "ig+mask", "gi+mask")
 TOTALS = {"48%": (0.03, 0.45), "80%": (0.05, 0.75), "96%": (0.06, 0.9)}
@@ -57,7 +58,7 @@ def main(scale: Scale, seed: int) -> Iterator[Entry]:
     """Privacy under four attacks, and final accuracy (CIFAR-10)."""
     for attack in ("ig", "gi", "rob", "rgap"):
         model = "cnn6" if attack == "rgap" else "resnet18"
-        part = f"{attack.upper()} on {'CNN6' if attack == 'rgap' else 'ResNet18'}"
+        part = f"{TITLES[attack]} on {'CNN6' if attack == 'rgap' else 'ResNet18'}"
         for defense in RIVALS:
             if (attack, defense) == ("rgap", "precode"):
                 continue  # a stochastic bottleneck has no chain to invert
@@ -83,7 +84,7 @@ def parameters(scale: Scale, seed: int) -> Iterator[Entry]:
             title = "k1 + k2" if attack == "rob" else "p"
             cell = scale.attack(attack, name, defense_text=text, seed=seed)
             yield Entry(
-                f"{title} under {attack.upper()}",
+                f"{title} under {TITLES[attack]}",
                 f"{title} = {label}",
                 cell,
                 _values(lpips=row["lpips"], ssim=row["ssim"]),
@@ -112,7 +113,7 @@ def models(scale: Scale, seed: int) -> Iterator[Entry]:
                     found = {m: printed(table, attack, m, paper.MODELS[model], column) for m in ("lpips", "ssim")}
                     cell = scale.attack(attack, defense, model, data=data, seed=seed)
                     where = "CIFAR-100" if "100" in table else "CIFAR-10"
-                    yield Entry(f"{attack.upper()}, {where}", f"{model}, {defense}", cell, _values(**found))
+                    yield Entry(f"{TITLES[attack]}, {where}", f"{model}, {defense}", cell, _values(**found))
 
 
 def cost(scale: Scale, seed: int) -> Iterator[Entry]:
@@ -131,7 +132,7 @@ def topk95(scale: Scale, seed: int) -> Iterator[Entry]:
         for attack in ("ig", "rob"):
             for data in (scale.data100, scale.data):
                 cell = scale.attack(attack, defense, data=data, seed=seed)
-                yield Entry(f"{attack.upper()}, pictures", f"{defense}, {data}", cell)
+                yield Entry(f"{TITLES[attack]}, pictures", f"{defense}, {data}", cell)
         for model in MODELS:
             value = printed("accuracy_cifar100_topk95_vs_dgp80", paper.MODELS[model], column)
             cell_ = scale.train(defense, model, data=scale.data100, seed=seed)
@@ -158,7 +159,7 @@ def figures(scale: Scale, seed: int) -> Iterator[Entry]:
         for size in (2, 4):
             for defense in ("none", "topk", "dgp"):
                 cell = scale.attack(attack, defense, batch_size=size, seed=seed)
-                yield Entry(f"Batches of 2 and 4, {attack.upper()}", f"batch {size}, {defense}", cell)
+                yield Entry(f"Batches of 2 and 4, {TITLES[attack]}", f"batch {size}, {defense}", cell)
     for defense in ("none", "topk", "dgp"):
         yield Entry("GGL with a generator of our own", defense, scale.attack("ggl", defense, seed=seed))
 
@@ -173,7 +174,7 @@ def beyond(scale: Scale, seed: int) -> Iterator[Entry]:
 def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
     for attack, adapted in ADAPTED.items():
         model = "cnn6" if attack == "rgap" else "resnet18"
-        part = f"{attack.upper()} by an attacker who knows the defense"
+        part = f"{TITLES[attack]} by an attacker who knows the defense"
         for defense in (*RIVALS, "adgp", "hardened1"):
             if (attack, defense) in (("rgap", "precode"), ("rgap", "none"), ("gi", "none")):
                 continue  # nothing to invert, or nothing to know
@@ -221,8 +222,9 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
             part = "Labels inferred instead of given"
             yield part, f"{defense}, {attack}", attack, defense, {"labels": "inferred"}
     for defense in ("none", "dgp", "hardened1"):
-        for epochs in scale.epochs:
-            yield "Trained models", f"{defense}, after {epochs} epochs", "ig+mask", defense, {"epochs": epochs}
+        for epochs in (0, *scale.epochs):
+            label = f"{defense}, after {epochs} epoch{'' if epochs == 1 else 's'}"
+            yield "Trained models", label, "ig+mask", defense, {"epochs": epochs}
         for steps in (2, 4):
             part = "FedAvg: several local steps"
             yield part, f"{defense}, {steps} steps", "ig+mask", defense, {"local_steps": steps}

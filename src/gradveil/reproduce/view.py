@@ -9,6 +9,7 @@ from typing import Any
 from .. import data as datasets
 from ..data import Dataset
 from ..data.cifar import LAYOUTS
+from ..errors import ConfigError
 from .cells import AttackCell, TrainingCell, key
 from .figures import figures_of, results_of, shown
 from .scales import Scale
@@ -19,7 +20,7 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{tit
 body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;
 height:48px;display:block;max-width:100%}}img.plot{{height:auto}}td{{padding:.2em .8em .2em 0;vertical-align:middle}}
 p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:auto}}}}@media(max-width:45em){{
-td{{display:block}}}}</style></head><body><h1>{title}</h1><p class="note">{note}.</p>
+td{{display:block}}}}</style></head><body><h1>{title}</h1><p class="note">{note}</p>
 <p>Above the originals, below what the attacker recovered; a green tile stands for a copy.</p>{body}
 </body></html>"""
 
@@ -37,7 +38,10 @@ def page(name: str, scale: Scale, folder: Path, root: str | None) -> str:
                 parts.setdefault(entry.part, []).append(_row(entry, results, path, loaded, root))
     body = "".join(f"<h2>{escape(part)}</h2><table>{''.join(rows)}</table>" for part, rows in parts.items())
     body += _scatter(lines, folder, scale) + _curves(lines, folder, scale)
-    return PAGE.format(title=escape(f"{name}, {scale.name} scale"), note=escape(scale.note), body=body)
+    if not body:
+        where = folder / scale.name
+        raise ConfigError(f"{where} holds no picture or curve of {name}: gradveil reproduce {name} writes its table")
+    return PAGE.format(title=escape(f"{name}, {scale.name} scale"), note=escape(scale.explained), body=body)
 
 
 def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[str, Dataset], root: str | None) -> str:

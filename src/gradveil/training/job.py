@@ -75,10 +75,12 @@ def assemble(
 ) -> Job:
     """Return the job the settings describe; parts that are passed take the place of those the settings name."""
     device = pick_device(settings.device)
+    if settings.precision == "tf32" and device.type != "cuda":
+        raise ConfigError(f"precision tf32 is arithmetic of NVIDIA GPUs, but the device is {device}: use float32")
     if train is None:
-        root = settings.root or None
-        train = datasets.load(settings.data, split="train", root=root)
-        test = datasets.load(settings.data, split="test", root=root) if test is None else test
+        root, size = settings.root or None, settings.size or None
+        train = datasets.load(settings.data, split="train", root=root, size=size)
+        test = datasets.load(settings.data, split="test", root=root, size=size) if test is None else test
     if defense is None:
         defense = fitted(build(DEFENSES, settings.defense, "defense"), train)
     if settings.algorithm == "fedavg" and "per_example" in defense.needs:

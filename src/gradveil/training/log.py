@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from ..errors import StateError
 from .rounds import Round
 
 CURVES = ("loss", "accuracy", "bytes_up", "bytes_down", "residual_ratio", "gamma", "lr")
@@ -24,7 +25,7 @@ class Log:
         scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         scratch.replace(path)
         self._file = path.open("a", encoding="utf-8")
-        self._board: Any = _tensorboard(folder)
+        self._board: Any = _tensorboard(folder, next_round)
 
     def write(self, rounds: Sequence[Round]) -> None:
         """Append rounds."""
@@ -53,12 +54,16 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    try:
+        return [json.loads(line) for line in lines[:-1] if line]
+    except ValueError as error:
+        raise StateError(f"{path} is damaged, a line of it is not JSON: {error}") from error
 
 
-def _tensorboard(folder: Path) -> Any:
+def _tensorboard(folder: Path, next_round: int) -> Any:
     if importlib.util.find_spec("tensorboard") is None:
         return None
     from torch.utils.tensorboard import SummaryWriter
 
-    return SummaryWriter(str(folder / "tensorboard"))
+    # What a kill undid is hidden there too, instead of being drawn twice.
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=next_round or None)

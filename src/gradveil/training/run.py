@@ -1,5 +1,7 @@
 """A whole run in one folder: settings, metrics, checkpoint, result."""
 
+import json
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -7,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import record
+from ..config import dump_toml
 from ..errors import ConfigError, GradientError
 from ..gradients import parameters
 from ..spec import to_spec
@@ -19,7 +22,8 @@ from .settings import Settings
 
 CHECKPOINT = "checkpoint.safetensors"
 BYTES = ("bytes_up", "bytes_down", "paper_up", "paper_down")
-MEASURED = (*BYTES, "density", "residual_ratio", "gamma", "defense_seconds", "encode_seconds")
+MEASURED = (*BYTES, "density", "residual_ratio", "gamma")
+TIMES = ("defense_seconds", "encode_seconds")  # as medians: the first round also compiles
 
 
 def trainer_for(job: Job) -> Trainer | FastTrainer:
@@ -59,6 +63,7 @@ def run(
     if resume and checkpoint.exists():
         trainer.load(checkpoint)
     log = Log(folder, trainer.round)
+    (folder / "settings.toml").write_text(dump_toml(settings) + _resolved_text(trainer), encoding="utf-8")
     status = "finished"
     try:
         while trainer.round < job.rounds:
@@ -89,6 +94,18 @@ def _save(trainer: Trainer | FastTrainer, log: Log, checkpoint: Path) -> None:
     trainer.save(checkpoint)
 
 
+def _resolved(trainer: Trainer | FastTrainer) -> dict[str, str]:
+    engine = "fast" if isinstance(trainer, FastTrainer) else "reference"
+    return {"engine": engine, "device": str(trainer.job.device), "augment": trainer.job.feed.augment}
+
+
+def _resolved_text(trainer: Trainer | FastTrainer) -> str:
+    """Return what `auto` and `paper` came to as TOML comments: the settings themselves can be run on another device."""
+    rates = ", ".join(f"{epoch}:{rate:g}" for epoch, rate in trainer.job.settings.schedule())
+    lines = {"lr": rates, **_resolved(trainer), "rounds": trainer.job.rounds}
+    return "".join(f"# resolved: {name} = {json.dumps(value)}\n" for name, value in lines.items())
+
+
 def summary(trainer: Trainer | FastTrainer, status: str, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the result of a run as plain data. Nothing in it is picked by its test accuracy: the last one counts."""
     job = trainer.job
@@ -100,10 +117,8 @@ def summary(trainer: Trainer | FastTrainer, status: str, rounds: list[dict[str, 
         "status": status,
         "settings": asdict(job.settings),
         "resolved": {
-            "engine": "fast" if isinstance(trainer, FastTrainer) else "reference",
-            "device": str(job.device),
+            **_resolved(trainer),
             "defense": to_spec(job.defense),
-            "augment": job.feed.augment,
             "schedule": job.settings.schedule(),
             "rounds_per_epoch": job.rounds_per_epoch,
             "rounds": job.rounds,
@@ -117,7 +132,8 @@ def summary(trainer: Trainer | FastTrainer, status: str, rounds: list[dict[str, 
         "seconds_per_round": seconds / len(rounds) if rounds else None,
         "accuracy": evaluated[-1]["accuracy"] if evaluated else None,
         "curve": [{"epoch": r["epoch"] + 1, "accuracy": r["accuracy"], "loss": r["loss"]} for r in evaluated],
-        "per_user_and_round": {name: _mean(measured, name) for name in MEASURED},
+        "per_user_and_round": {name: _mean(measured, name) for name in MEASURED}
+        | {name: _median(measured, name) for name in TIMES},
         "rounds_measured": len(measured),
         "users_measured": _mean(measured, "users_measured"),
         "feedback": _thin([{k: r[k] for k in ("index", "residual_ratio", "gamma")} for r in measured]),
@@ -127,6 +143,11 @@ def summary(trainer: Trainer | FastTrainer, status: str, rounds: list[dict[str, 
 def _mean(rounds: list[dict[str, Any]], name: str) -> float | None:
     values = [r[name] for r in rounds if name in r]
     return sum(values) / len(values) if values else None
+
+
+def _median(rounds: list[dict[str, Any]], name: str) -> float | None:
+    values = [r[name] for r in rounds if name in r]
+    return statistics.median(values) if values else None
 
 
 def _thin(rows: list[dict[str, Any]], most: int = 100) -> list[dict[str, Any]]:

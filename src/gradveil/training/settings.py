@@ -40,7 +40,9 @@ class Settings:
         "BatchNorm running statistics after a round: average (over the participants), first (those of the "
         "lowest-numbered participant), or local (kept by each user, averaged only to evaluate).",
     )
-    precision: str = _option("float32", "float32, tf32 (GPU), or bf16 (autocast; weights and residuals stay float32).")
+    precision: str = _option(
+        "float32", "float32, tf32 (GPU only), or bf16 (autocast; weights and residuals stay float32)."
+    )
     engine: str = _option("auto", "reference, fast, or auto: fast on a GPU if the run allows it.")
     device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
     deterministic: bool = _option(False, "Only repeatable GPU kernels; slower. On a CPU runs always repeat exactly.")
@@ -48,6 +50,7 @@ class Settings:
     wire_every: int = _option(0, "Fast engine: encode real payloads every so many rounds; 0: once an epoch.")
     checkpoint_every: int = _option(500, "Write a checkpoint after this many rounds; 0: only at the end.")
     seed: int = _option(0, "Settles the initial weights, who holds what, the batches and the noise.")
+    size: int = _option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
 
     def __post_init__(self) -> None:
         check.one_of(("fedsgd", "fedavg"), algorithm=self.algorithm)
@@ -57,9 +60,12 @@ class Settings:
         check.one_of(("auto", "reference", "fast"), engine=self.engine)
         check.at_least(1, local_steps=self.local_steps, users=self.users, batch_size=self.batch_size)
         check.at_least(1, epochs=self.epochs, eval_every=self.eval_every)
-        check.at_least(0, participants=self.participants, rounds=self.rounds, seed=self.seed)
+        check.at_least(0, size=self.size, participants=self.participants, rounds=self.rounds, seed=self.seed)
         check.at_least(0, wire_every=self.wire_every, checkpoint_every=self.checkpoint_every)
-        check.non_negative(alpha=self.alpha, momentum=self.momentum, weight_decay=self.weight_decay)
+        check.non_negative(alpha=self.alpha, weight_decay=self.weight_decay)
+        check.fraction(momentum=self.momentum)
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.participants > self.users:
             raise ValueError(f"participants must be at most users, got {self.participants} of {self.users}")
         if self.algorithm == "fedsgd" and self.local_steps != 1:
