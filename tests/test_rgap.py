@@ -8,10 +8,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, softplus
 
-from gradveil import Batch, Defense, DualPrune, GaussianNoise, Identity, ThreatModel, TopK, Veil, observe
+from gradveil import (
+    Batch,
+    Defense,
+    DualPrune,
+    GaussianNoise,
+    Identity,
+    RandomK,
+    ThreatModel,
+    TopK,
+    Veil,
+    observe,
+)
 from gradveil.attacks.rgap import RGAP, margins
 from gradveil.core import LossFn, Reconstruction
 from gradveil.data import Dataset, load, to_pixels
+from gradveil.defenses import Soteria
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient, local_update, parameters
 from gradveil.metrics import ssim
@@ -63,6 +75,15 @@ def test_dual_pruning_does_not_stop_the_attacker_who_leaves_out_missing_equation
     similarity, error, _ = recover(1, DualPrune(), side=32)
     assert similarity > 0.99
     assert error < 1e-4
+
+
+@pytest.mark.parametrize("defense", [RandomK(0.1), Soteria()], ids=repr)
+def test_fewer_outputs_than_inputs_are_enough_where_gradients_arrive(defense):
+    """A tenth of the classifier's gradient leaves two thirds of its inputs open, Soteria all but a fifth of them."""
+    similarity, error, found = recover(4, defense)
+    assert similarity > 0.99
+    assert error < 1e-4
+    assert found.loss < 1e-5
 
 
 @pytest.mark.parametrize("index", [0, 9])

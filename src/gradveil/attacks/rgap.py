@@ -22,8 +22,11 @@ from ..core import Attack, Observation, Reconstruction
 from ..errors import NeedError
 from .lowrank import complete
 from .space import box, unit
-from .stages import Stage, apply, conv_transpose, features_of, output_shape, solve
+from .stages import Stage, apply, conv_transpose, features_of, fitting_slopes, output_shape, slopes_of, solve
 
+TURNS = 12  # in which the input and the slopes of missing outputs are solved for
+SNAPS = 5  # rounds in which those slopes, each one of two now, must agree with the input
+SETTLED = 1e-5  # relative misfit that only the right slopes have; gradients are exact to about 1e-7
 MU_TOP = 1.2784645427610738  # where -mu / (1 + exp(mu)) is least
 
 
@@ -83,13 +86,37 @@ class RGAP(Attack):
     def _back(self, stage: Stage, seen: Observation, after: Tensor, known: Tensor, pull: Tensor) -> Found:
         """Go back through one stage: from its output `after`, as far as `known`, and the loss's gradient there."""
         gradient, sent = self._arrived(seen, stage.name)
-        before, misfit = solve(stage, after, known, pull, gradient, sent)
+        slopes = slopes_of(stage, after)
         if not bool(known.all()):
-            # Now the missing outputs follow from the input, and with them the gradient equations hold.
-            after = torch.where(known, after, F.leaky_relu(apply(stage, before), stage.slope))
-            before, misfit = solve(stage, after, torch.ones_like(known), pull, gradient, sent)
-        slopes = torch.where(after >= 0, 1.0, stage.slope).to(pull.dtype)
+            slopes = self._signs(stage, after, known, slopes, pull, gradient, sent)
+        before, misfit = solve(stage, after, known, slopes, pull, gradient, sent)
         return Found(before, conv_transpose(stage, pull * slopes), misfit)
+
+    def _signs(
+        self, stage: Stage, after: Tensor, known: Tensor, slopes: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
+    ) -> Tensor:
+        """Return the slopes with those of the missing outputs found.
+
+        The gradient equations are linear in the input and linear in the slopes: solved for one and the other in turn,
+        they settle both, although far fewer outputs may be known than there are inputs. Then each slope is one of two.
+        """
+        middle = (1 + stage.slope) / 2
+        soft = torch.where(known, slopes, middle)
+        for _ in range(TURNS):
+            before, _ = solve(stage, after, known, soft, pull, gradient, sent)
+            soft = torch.where(known, slopes, fitting_slopes(stage, before, soft, known, pull, gradient, sent))
+        best, least = slopes, math.inf
+        # Where the equations hardly tell a slope the input does, and the other way round.
+        for hard in (slopes_of(stage, apply(stage, before)), slopes_of(stage, soft - middle)):
+            for _ in range(SNAPS):
+                hard = torch.where(known, slopes, hard)
+                before, misfit = solve(stage, after, known, hard, pull, gradient, sent)
+                if misfit < least:
+                    best, least = hard, misfit
+                if least < SETTLED:
+                    return best
+                hard = slopes_of(stage, apply(stage, before))
+        return best
 
 
 def fill_by_sum(gradient: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:

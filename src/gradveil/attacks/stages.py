@@ -18,19 +18,22 @@ class Stage(NamedTuple):
     takes: tuple[int, ...]
 
 
+RIDGE = 1e-14  # of the diagonal: Cholesky must not fail for a rounding error
+FAINT, TINY = 1e-6, 1e-30  # of the diagonal, and where it is zero: a slope that no equation holds stays as it is
+
+
 def solve(
-    stage: Stage, after: Tensor, known: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
+    stage: Stage, after: Tensor, known: Tensor, slopes: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
 ) -> tuple[Tensor, float]:
     """Return the input `[1, C, H, W]` that fits the layer's equations best, and their relative misfit.
 
-    Weight equations count where the output is `known`, gradient equations where the entry was `sent`, and only once
-    all outputs are known, because each of them involves every position.
+    Weight equations count where the output `after` is `known`, gradient equations where the entry was `sent`. Each of
+    these involves every position, so they are as good as the `slopes` of the LeakyReLU behind all outputs.
     """
     z = torch.where(after >= 0, after, after / stage.slope)
-    slopes = torch.where(after >= 0, 1.0, stage.slope).to(z.dtype)
     kernel = gradient_kernel(stage, pull * slopes)  # [F * k * k, H * W], the same for every input channel
     rows = gradient.movedim(1, 0).flatten(1)  # [C, F * k * k]
-    used = sent.movedim(1, 0).flatten(1).to(z.dtype) * float(known.all())
+    used = sent.movedim(1, 0).flatten(1).to(z.dtype)
     weight = known.to(z.dtype)
     normal = weight_normal(stage, weight)
     blocks = torch.einsum("rp,cr,rq->cpq", kernel, used, kernel)
@@ -39,7 +42,7 @@ def solve(
     for channel, block in enumerate(blocks):
         part = slice(channel * pixels, (channel + 1) * pixels)
         normal[part, part] += balance * block
-    normal.diagonal().mul_(1 + 1e-14)
+    normal.diagonal().mul_(1 + RIDGE)
     factor, _ = torch.linalg.cholesky_ex(normal)
 
     def pulled(miss_z: Tensor, miss_g: Tensor) -> Tensor:
@@ -52,6 +55,29 @@ def solve(
     miss_z, miss_g = weight * (z - apply(stage, x)), used * (rows - x.view(len(rows), -1) @ kernel.T)
     total = (weight * z).square().sum() + balance * (used * rows).square().sum()
     return x, float((miss_z.square().sum() + balance * miss_g.square().sum()) / total.clamp_min(1e-300)) ** 0.5
+
+
+def slopes_of(stage: Stage, outputs: Tensor) -> Tensor:
+    """Return the slope of the LeakyReLU at each output."""
+    return torch.where(outputs >= 0, 1.0, stage.slope).to(outputs.dtype)
+
+
+def fitting_slopes(
+    stage: Stage, x: Tensor, slopes: Tensor, known: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
+) -> Tensor:
+    """Return the slopes at outputs that are not `known` which fit the gradient equations best for the input `x`."""
+    conv = stage.conv
+    patches = F.unfold(x, conv.kernel_size, 1, cast(tuple[int, ...], conv.padding), conv.stride)[0]  # [C * k * k, P]
+    rows, free = sent.flatten(1).to(x.dtype), (~known[0]).flatten(1).to(x.dtype)  # [F, C * k * k], [F, P]
+    force, found = pull[0].flatten(1), slopes[0].flatten(1)
+    # One small system for each filter: the equations of its own weights, the slopes of its own outputs.
+    scaled = patches[None] * (force * free)[:, None, :]
+    miss = rows * (gradient.flatten(1) - (force * found) @ patches.T)
+    normal = torch.einsum("frp,fr,frq->fpq", scaled, rows, scaled)
+    size = normal.diagonal(dim1=1, dim2=2).mean(1)
+    fixed = torch.diag_embed(FAINT * size[:, None] + (1 - free) + TINY)  # a known slope stays
+    change = torch.linalg.solve(normal + fixed, torch.einsum("frp,fr->fp", scaled, miss))
+    return (found + change * free).clamp(stage.slope, 1.0).view_as(slopes)
 
 
 def weight_normal(stage: Stage, weight: Tensor) -> Tensor:
