@@ -11,7 +11,9 @@ Reference: Zhu and Blaschko, "R-GAP: Recursive Gradient Attack on Privacy".
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain as chain_of
 from typing import NamedTuple
 
 import torch
@@ -97,20 +99,30 @@ class RGAP(Attack):
     ) -> Tensor:
         """Return the slopes with those of the missing outputs found.
 
-        The gradient equations are linear in the input and linear in the slopes: solved for one and the other in turn,
-        they settle both, although far fewer outputs may be known than there are inputs. Then each slope is one of two.
+        Where enough outputs are known the input follows from them, and the other signs from the input. Otherwise the
+        gradient equations, linear in the input and linear in the slopes, are solved for one and the other in turn. At
+        the end each slope is one of two.
         """
+
+        def equations(found: Tensor) -> tuple[Tensor, float]:
+            return solve(stage, after, known, found, pull, gradient, sent)
+
+        def in_turn(soft: Tensor) -> Iterator[Tensor]:
+            for _ in range(TURNS):
+                before, _ = equations(soft)
+                soft = torch.where(known, slopes, fitting_slopes(stage, before, soft, known, pull, gradient, sent))
+            # Where the equations hardly tell a slope the input does, and the other way round.
+            yield from (slopes_of(stage, apply(stage, before)), slopes_of(stage, soft - middle))
+
         middle = (1 + stage.slope) / 2
-        soft = torch.where(known, slopes, middle)
-        for _ in range(TURNS):
-            before, _ = solve(stage, after, known, soft, pull, gradient, sent)
-            soft = torch.where(known, slopes, fitting_slopes(stage, before, soft, known, pull, gradient, sent))
+        alone, _ = solve(stage, after, known, slopes, pull, gradient, torch.zeros_like(sent))
+        first = torch.where(known, slopes, slopes_of(stage, apply(stage, alone)))
+        starts = (torch.where(known, slopes, middle), first, torch.where(known, slopes, stage.slope))
         best, least = slopes, math.inf
-        # Where the equations hardly tell a slope the input does, and the other way round.
-        for hard in (slopes_of(stage, apply(stage, before)), slopes_of(stage, soft - middle)):
+        for hard in chain_of((first,), *map(in_turn, starts)):
             for _ in range(SNAPS):
                 hard = torch.where(known, slopes, hard)
-                before, misfit = solve(stage, after, known, hard, pull, gradient, sent)
+                before, misfit = equations(hard)
                 if misfit < least:
                     best, least = hard, misfit
                 if least < SETTLED:
