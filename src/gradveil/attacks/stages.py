@@ -76,8 +76,9 @@ def fitting_slopes(
     normal = torch.einsum("frp,fr,frq->fpq", scaled, rows, scaled)
     size = normal.diagonal(dim1=1, dim2=2).mean(1)
     fixed = torch.diag_embed(FAINT * size[:, None] + (1 - free) + TINY)  # a known slope stays
-    change = torch.linalg.solve(normal + fixed, torch.einsum("frp,fr->fp", scaled, miss))
-    return (found + change * free).clamp(stage.slope, 1.0).view_as(slopes)
+    change: Tensor = torch.linalg.solve(normal + fixed, torch.einsum("frp,fr->fp", scaled, miss))
+    fitted: Tensor = (found + change * free).clamp(stage.slope, 1.0)
+    return fitted.view_as(slopes)
 
 
 def weight_normal(stage: Stage, weight: Tensor) -> Tensor:
