@@ -90,45 +90,46 @@ class RGAP(Attack):
         gradient, sent = self._arrived(seen, stage.name)
         slopes = slopes_of(stage, after)
         if not bool(known.all()):
-            slopes = self._signs(stage, after, known, slopes, pull, gradient, sent)
+            slopes = settled_slopes(stage, after, known, slopes, pull, gradient, sent)
         before, misfit = solve(stage, after, known, slopes, pull, gradient, sent)
         return Found(before, conv_transpose(stage, pull * slopes), misfit)
 
-    def _signs(
-        self, stage: Stage, after: Tensor, known: Tensor, slopes: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
-    ) -> Tensor:
-        """Return the slopes with those of the missing outputs found.
 
-        Where enough outputs are known the input follows from them, and the other signs from the input. Otherwise the
-        gradient equations, linear in the input and linear in the slopes, are solved for one and the other in turn. At
-        the end each slope is one of two.
-        """
+def settled_slopes(
+    stage: Stage, after: Tensor, known: Tensor, slopes: Tensor, pull: Tensor, gradient: Tensor, sent: Tensor
+) -> Tensor:
+    """Return the slopes with those of the missing outputs found.
 
-        def equations(found: Tensor) -> tuple[Tensor, float]:
-            return solve(stage, after, known, found, pull, gradient, sent)
+    Where enough outputs are known the input follows from them, and the other signs from the input. Otherwise the
+    gradient equations, linear in the input and linear in the slopes, are solved for one and the other in turn. At
+    the end each slope is one of two.
+    """
 
-        def in_turn(soft: Tensor) -> Iterator[Tensor]:
-            for _ in range(TURNS):
-                before, _ = equations(soft)
-                soft = torch.where(known, slopes, fitting_slopes(stage, before, soft, known, pull, gradient, sent))
-            # Where the equations hardly tell a slope the input does, and the other way round.
-            yield from (slopes_of(stage, apply(stage, before)), slopes_of(stage, soft - middle))
+    def equations(found: Tensor) -> tuple[Tensor, float]:
+        return solve(stage, after, known, found, pull, gradient, sent)
 
-        middle = (1 + stage.slope) / 2
-        alone, _ = solve(stage, after, known, slopes, pull, gradient, torch.zeros_like(sent))
-        first = torch.where(known, slopes, slopes_of(stage, apply(stage, alone)))
-        starts = (torch.where(known, slopes, middle), first, torch.where(known, slopes, stage.slope))
-        best, least = slopes, math.inf
-        for hard in chain_of((first,), *map(in_turn, starts)):
-            for _ in range(SNAPS):
-                hard = torch.where(known, slopes, hard)
-                before, misfit = equations(hard)
-                if misfit < least:
-                    best, least = hard, misfit
-                if least < SETTLED:
-                    return best
-                hard = slopes_of(stage, apply(stage, before))
-        return best
+    def in_turn(soft: Tensor) -> Iterator[Tensor]:
+        for _ in range(TURNS):
+            before, _ = equations(soft)
+            soft = torch.where(known, slopes, fitting_slopes(stage, before, soft, known, pull, gradient, sent))
+        # Where the equations hardly tell a slope the input does, and the other way round.
+        yield from (slopes_of(stage, apply(stage, before)), slopes_of(stage, soft - middle))
+
+    middle = (1 + stage.slope) / 2
+    alone, _ = solve(stage, after, known, slopes, pull, gradient, torch.zeros_like(sent))
+    first = torch.where(known, slopes, slopes_of(stage, apply(stage, alone)))
+    starts = (torch.where(known, slopes, middle), first, torch.where(known, slopes, stage.slope))
+    best, least = slopes, math.inf
+    for hard in chain_of((first,), *map(in_turn, starts)):
+        for _ in range(SNAPS):
+            hard = torch.where(known, slopes, hard)
+            before, misfit = equations(hard)
+            if misfit < least:
+                best, least = hard, misfit
+            if least < SETTLED:
+                return best
+            hard = slopes_of(stage, apply(stage, before))
+    return best
 
 
 def fill_by_sum(gradient: Tensor, known: Tensor) -> tuple[Tensor, Tensor]:
