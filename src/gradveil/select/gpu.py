@@ -21,10 +21,10 @@ from ..errors import GradientError
 AVAILABLE = importlib.util.find_spec("triton") is not None  # torch builds without Triton use the plain path
 
 Bands = Sequence[tuple[int, int]]
-BLOCK = 2048  # entries of one program; the kernels count them in 12 bits
+BLOCK = 2048  # entries of one program, at most 63 for each of its threads
 WARPS = 4
 SAMPLE = 1024  # entries a bracket is guessed from
-SIGMAS = 3.5  # standard deviations of the sample's rank on either side: one miss in 2,000
+SIGMAS = 3.0  # standard deviations of the sample's rank on either side: one miss in 400
 ROOM = 8  # candidates may fill one in so many entries; rarely needed passes take so many blocks together
 DIGIT = 8  # bits of a radix pass
 PASSES = 4  # 31 bits, should a guess have missed
@@ -119,7 +119,6 @@ class Selector:
         self._cuts = (*found, self._ties, self._before)
         self._each: dict[str, Any] = {"FEEDBACK": self._feedback, "BLOCK": BLOCK, "num_warps": WARPS}
         self._candidates = torch.empty(max(self._plan.room, 1), device=device)
-        self._origins = torch.empty(max(self._plan.room, 1), dtype=torch.int32, device=device)  # the blocks they are of
         self.finite = torch.ones((), dtype=torch.int32, device=device)
 
     def run(self) -> None:
@@ -156,18 +155,18 @@ class Selector:
         bounds = (plan.ranks, self._edges, plan.regions, self._tallies, self._states, self._widths)
         self._scratch.zero_()
         kernels.guess[(s,)](plan.sizes, self._pointers, s, plan.ranks, self._edges, **sample)
-        for part, numbers, whole in self._parts:
+        for part, _, whole in self._parts:
             if len(part):
-                gathered = (plan.regions, self._candidates, self._origins, self._tallies)
-                kernels.collect[(len(part),)](part, numbers, self._edges, *gathered, self.finite, WHOLE=whole, **fed)
+                kernels.collect[(len(part),)](
+                    part, self._edges, *inside, self.finite, WHOLE=whole, THREADS=32 * WARPS, **fed
+                )
         kernels.settle[boundaries](*bounds, *found)
         for i, counts in enumerate(self._counts):
             digit: dict[str, Any] = {"DONE": i * DIGIT, "DIGIT": DIGIT}
             search = (plan.groups, *inside, self._states, self._widths, found[0], counts)
             kernels.count_digits[groups](blocks, *search, **digit, **fed)
             kernels.pick[boundaries](counts, self._widths, *found, **digit)
-        ties = (plan.regions, self._candidates, self._origins, self._tallies, self._states, *found, self._ties)
-        kernels.count_ties[groups](blocks, plan.groups, *ties, **fed)
+        kernels.count_ties[groups](blocks, plan.groups, *found, self._ties, **fed)
         kernels.add_ties[boundaries](plan.sizes, plan.first_block, *self._cuts, BLOCK=BLOCK, num_warps=WARPS)
 
     def require_finite(self) -> None:

@@ -24,7 +24,8 @@ def _address(table, column):
 @triton.jit
 def _aligned(table, column, WHOLE: tl.constexpr):
     """Return an address; that of a whole block is known to suit wide loads and stores."""
-    address = _address(table, column)
+    # Not by way of `_address`: what is known of the result of a call is lost when the call is inlined.
+    address = tl.load(table + column).to(tl.pointer_type(tl.float32))
     return tl.multiple_of(address, 16) if WHOLE else address
 
 
@@ -90,58 +91,61 @@ def guess(
 @triton.jit
 def collect(
     blocks,
-    numbers,
     edges,
     regions,
     candidates,
-    origins,
     tallies,
     finite,
     WHOLE: tl.constexpr,
     FEEDBACK: tl.constexpr,
+    THREADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Add the residual; count what lies above each bracket and gather, in any order, what lies inside."""
     block = blocks + 6 * tl.program_id(0)
-    number = tl.load(numbers + tl.program_id(0))
     slot = 2 * tl.load(block).to(tl.int32)
     i = tl.arange(0, BLOCK)
     inside = i < tl.load(block + 1)
-    v = _read(_aligned(block, 2, WHOLE), i, inside, WHOLE)
+    v = _read(_address(block, 2), i, inside, WHOLE)
     if FEEDBACK:
-        v += _read(_aligned(block, 3, WHOLE), i, inside, WHOLE)
-        _write(_aligned(block, 5, WHOLE), i, v, inside, WHOLE)
+        v += _read(_address(block, 3), i, inside, WHOLE)
+        _write(_address(block, 5), i, v, inside, WHOLE)
     size = _magnitude(v) if WHOLE else tl.where(inside, _magnitude(v), -1)
     top_low, top_high = tl.load(edges + 2 * slot), tl.load(edges + 2 * slot + 1)
     end_low, end_high = tl.load(edges + 2 * slot + 2), tl.load(edges + 2 * slot + 3)
     in_top = (size >= top_low) & (size <= top_high)
     in_end = (size >= end_low) & (size <= end_high)
     over_top, over_end = size > top_high, size > end_high
-    # Five counts in one sum and two orders in one scan: what this kernel pays for is sums over the block.
-    packed = in_top.to(tl.int64) + (in_end.to(tl.int64) << 12) + (over_top.to(tl.int64) << 24)
-    packed += (over_end.to(tl.int64) << 36) + ((size >= INFINITE).to(tl.int64) << 48)
-    total = tl.sum(packed, axis=0)
-    order = tl.cumsum(in_top.to(tl.int32) + (in_end.to(tl.int32) << 16), axis=0)
-    if (total >> 48) > 0:
+    # Five counts of one thread's entries fit one word: what this kernel pays for is sums over the block, and a
+    # thread's own entries add up without a word to the others. Entries lie with the threads in turn.
+    packed = in_top.to(tl.int32) + (in_end.to(tl.int32) << 6) + (over_top.to(tl.int32) << 12)
+    packed += (over_end.to(tl.int32) << 18) + ((size >= INFINITE).to(tl.int32) << 24)
+    packed = tl.reshape(packed, [BLOCK // THREADS, THREADS])
+    inner = tl.cumsum(packed, axis=0)
+    of_thread = tl.sum(packed, axis=0)
+    hits = (of_thread & 63) + (((of_thread >> 6) & 63) << 16)
+    above = ((of_thread >> 12) & 63) + (((of_thread >> 18) & 63) << 16)
+    above_total, hits_total = tl.sum(above, axis=0), tl.sum(hits, axis=0)
+    if tl.max(of_thread, axis=0) >> 24 > 0:
         tl.store(finite, 0)
-    tl.atomic_add(tallies + 2 * slot, ((total >> 24) & 0xFFF).to(tl.int32), sem="relaxed")
-    tl.atomic_add(tallies + 2 * slot + 2, ((total >> 36) & 0xFFF).to(tl.int32), sem="relaxed")
-    top_hits, end_hits = (total & 0xFFF).to(tl.int32), ((total >> 12) & 0xFFF).to(tl.int32)
-    into = (regions, candidates, origins, tallies)
-    _gather(v, number, in_top, order & 0xFFFF, top_hits, top_low < top_high, slot, into)
-    _gather(v, number, in_end, order >> 16, end_hits, end_low < end_high, slot + 1, into)
+    begin = (tl.cumsum(hits, axis=0) - hits)[None, :]
+    top_order = tl.reshape((begin & 0xFFFF) + (inner & 63), [BLOCK])
+    end_order = tl.reshape((begin >> 16) + ((inner >> 6) & 63), [BLOCK])
+    tl.atomic_add(tallies + 2 * slot, above_total & 0xFFFF, sem="relaxed")
+    tl.atomic_add(tallies + 2 * slot + 2, above_total >> 16, sem="relaxed")
+    into = (regions, candidates, tallies)
+    _gather(v, in_top, top_order, hits_total & 0xFFFF, top_low < top_high, slot, into)
+    _gather(v, in_end, end_order, hits_total >> 16, end_low < end_high, slot + 1, into)
 
 
 @triton.jit
-def _gather(v, number, match, order, hits, wide, slot, into):
+def _gather(v, match, order, hits, wide, slot, into):
     """Append the matching entries to the candidates of a boundary; a bracket of one magnitude only counts them."""
-    regions, candidates, origins, tallies = into
+    regions, candidates, tallies = into
     if hits > 0:
         begin = tl.atomic_add(tallies + 2 * slot + 1, hits, sem="relaxed")
         if wide & (begin + hits <= tl.load(regions + 2 * slot + 1)):
-            place = tl.load(regions + 2 * slot) + begin + order - 1
-            tl.store(candidates + place, v, mask=match)
-            tl.store(origins + place, tl.zeros_like(order) + number, mask=match)
+            tl.store(candidates + tl.load(regions + 2 * slot) + begin - 1 + order, v, mask=match)
 
 
 @triton.jit
@@ -250,22 +254,8 @@ def _is_cut(slot, keys, wanted, equal):
 
 
 @triton.jit
-def count_ties(
-    blocks,
-    groups,
-    regions,
-    candidates,
-    origins,
-    tallies,
-    states,
-    keys,
-    wanted,
-    equal,
-    ties,
-    FEEDBACK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Count, block by block, the entries equal to a boundary that cuts through them; programs as in `count_digits`."""
+def count_ties(blocks, groups, keys, wanted, equal, ties, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
+    """Count, block by block, the entries equal to a boundary that cuts through them; a program has one group."""
     group = groups + 4 * tl.program_id(0)
     segment = tl.load(group)
     i = tl.arange(0, BLOCK)
@@ -273,18 +263,10 @@ def count_ties(
         slot = 2 * segment + which
         if _is_cut(slot, keys, wanted, equal):
             key = tl.load(keys + slot)
-            if tl.load(states + slot) == NARROWED:
-                begin = tl.load(group + 3) * BLOCK
-                inside = i < tl.load(tallies + 2 * slot + 1) - begin
-                here = tl.load(regions + 2 * slot) + begin + i
-                match = inside & (_magnitude(tl.load(candidates + here, mask=inside, other=0.0)) == key)
-                number = tl.load(origins + here, mask=match, other=0)
-                tl.atomic_add(ties + 2 * number + which, match.to(tl.int32), mask=match, sem="relaxed")
-            else:
-                for j in range(tl.load(group + 1), tl.load(group + 2)):
-                    inside = i < tl.load(blocks + 6 * j + 1)
-                    v = tl.load(_address(blocks + 6 * j, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
-                    tl.store(ties + 2 * j + which, tl.sum((_magnitude(v) == key).to(tl.int32), axis=0))
+            for j in range(tl.load(group + 1), tl.load(group + 2)):
+                inside = i < tl.load(blocks + 6 * j + 1)
+                v = tl.load(_address(blocks + 6 * j, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
+                tl.store(ties + 2 * j + which, tl.sum((_magnitude(v) == key).to(tl.int32), axis=0))
 
 
 @triton.jit
