@@ -2,6 +2,9 @@
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +34,9 @@ _ENHANCERS = {
     "sharpness": ImageEnhance.Sharpness,
     "brightness": ImageEnhance.Brightness,
 }
+_BATCHED = {"translate_x", "translate_y", "contrast"}  # `apply_to_batch` knows these
+_GREY = {1: (1 << 16,), 3: (19595, 38470, 7471)}  # Pillow's weights of the channels in a grey picture, of 2^16
+_SMALL = 64 * 64  # pixels of a picture; beyond, a CPU is faster with Pillow
 _TOLERANCE = 0.01  # of the pixel range: rounding of the normalisation, far below a wrong mean or std
 
 
@@ -67,36 +73,38 @@ class ATS(Defense):
 
     def prepare_batch(self, batch: Batch, step: Step) -> Batch:
         policies = parse_policy(self.policy)
-        if not policies:
+        if not policies or not batch.inputs.numel():
             return batch
-        # Drawn in one go, so that a generator on a GPU is waited for once.
-        count, longest = len(batch.inputs), max(map(len, policies))
-        device = step.rng.device
-        chosen = torch.randint(len(policies), (count,), generator=step.rng, device=device).tolist()
-        signs = (2 * torch.randint(2, (count, longest), generator=step.rng, device=device) - 1).tolist()
-        changed = [
-            apply_policy(picture, policies[which], sign)
-            for picture, which, sign in zip(self._to_pictures(batch.inputs), chosen, signs, strict=True)
-        ]
-        return Batch(self._to_inputs(changed, batch.inputs), batch.labels)
+        count, longest, device = len(batch.inputs), max(map(len, policies)), step.rng.device
+        chosen = torch.randint(len(policies), (count,), generator=step.rng, device=device)
+        signs = torch.randint(2, (count, longest), generator=step.rng, device=device)
+        pixels = self._to_pixels(batch.inputs)
+        levels = (pixels.clamp(0, 1) * 255).round().byte()
+        known = all(TRANSFORMATIONS[index][0] in _BATCHED for policy in policies for index in policy)
+        if known and (levels.device.type != "cpu" or levels[0, 0].numel() <= _SMALL):
+            levels = apply_to_batch(levels, policies, (2 * chosen[:, None] + signs).to(levels.device))
+        else:
+            levels = _one_by_one(levels, [policies[which] for which in chosen.tolist()], (2 * signs - 1).tolist())
+        inputs = self._to_inputs(levels, batch.inputs)
+        self._require_range(pixels)  # last: the answer waits for the GPU, which has all its work by now
+        return Batch(inputs, batch.labels)
 
-    def _to_pictures(self, inputs: Tensor) -> list[Image.Image]:
+    def _to_pixels(self, inputs: Tensor) -> Tensor:
         if inputs.dim() != 4 or inputs.shape[1] not in (1, 3):
             raise ValueError(f"ats needs pictures [N, 1 or 3, H, W], got inputs of shape {tuple(inputs.shape)}")
-        pixels = inputs.detach() * _per_channel(self.std, inputs) + _per_channel(self.mean, inputs)
-        if pixels.numel() and not (pixels.min() >= -_TOLERANCE and pixels.max() <= 1 + _TOLERANCE):
-            raise ValueError(
-                f"with mean {self.mean} and std {self.std} the pixels lie in [{float(pixels.min()):.2f}, "
-                f"{float(pixels.max()):.2f}] instead of [0, 1]: give ats the normalisation your data uses"
-            )
-        levels = (pixels.clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
-        return [Image.fromarray(level.squeeze(2) if level.shape[2] == 1 else level) for level in levels]
+        return inputs.detach() * _per_channel(self.std, inputs) + _per_channel(self.mean, inputs)
 
-    def _to_inputs(self, pictures: list[Image.Image], like: Tensor) -> Tensor:
-        if not pictures:
-            return like
-        levels = np.stack([np.asarray(picture) for picture in pictures]).reshape(len(pictures), *like.shape[2:], -1)
-        pixels = torch.from_numpy(levels).permute(0, 3, 1, 2).to(like.device, like.dtype) / 255
+    def _require_range(self, pixels: Tensor) -> None:
+        low, high = pixels.aminmax()
+        if not (low >= -_TOLERANCE) & (high <= 1 + _TOLERANCE):
+            raise ValueError(
+                f"with mean {self.mean} and std {self.std} the pixels lie in [{float(low):.2f}, {float(high):.2f}] "
+                "instead of [0, 1]: give ats the normalisation your data uses"
+            )
+
+    def _to_inputs(self, levels: Tensor, like: Tensor) -> Tensor:
+        # The layout of a decoded picture, whichever way the levels came: a network rounds differently with another.
+        pixels = levels.to(like.device, like.dtype, memory_format=torch.channels_last) / 255
         return (pixels - _per_channel(self.mean, like)) / _per_channel(self.std, like)
 
 
@@ -125,9 +133,65 @@ def apply_policy(picture: Image.Image, policy: tuple[int, ...], signs: list[int]
     return picture
 
 
+def apply_to_batch(levels: Tensor, policies: tuple[tuple[int, ...], ...], rows: Tensor) -> Tensor:
+    """Do to 8-bit pictures `[N, C, H, W]` exactly what `apply_policy` does, without waiting for a GPU.
+
+    `rows` `[N, longest policy]` holds 2 * policy, plus 1 where the sign is +1. Knows shifts and contrast only.
+    """
+    height, width = levels.shape[2:]
+    for position, operation, table in _tables(policies, height, width, levels.device):
+        row = rows[:, position]
+        if operation == "contrast":
+            weights = _constant(_GREY[levels.shape[1]], torch.int32, levels.device)
+            grey = ((levels * weights).sum(1, dtype=torch.int32) + (1 << 15)) >> 16
+            mean = (grey.sum((1, 2)) + height * width // 2) // (height * width)
+            levels = table[row, mean].gather(1, levels.flatten(1).long()).view(levels.shape)
+        else:
+            source = table[row]
+            along = 3 if operation == "translate_x" else 2
+            levels = levels.gather(along, source.clamp(min=0).expand(levels.shape)) * (source >= 0)
+    return levels
+
+
+@lru_cache(maxsize=16)
+def _tables(
+    policies: tuple[tuple[int, ...], ...], height: int, width: int, device: torch.device
+) -> list[tuple[int, str, Tensor]]:
+    """Return the operations of each position; the table of one has a row for every policy and sign.
+
+    Pillow fills the tables, so that its rounding is met on every machine. Policies that do something else at this
+    position get level 0, which changes nothing.
+    """
+    found = []
+    for position, indices in enumerate(zip_longest(*policies)):
+        steps = [("", 0) if index is None else TRANSFORMATIONS[index] for index in indices]
+        for operation in sorted({name for name, _ in steps if name}):
+            levels = [level if name == operation else 0 for name, level in steps]
+            rows = [_table(operation, level, sign, height, width) for level in levels for sign in (-1, 1)]
+            found.append((position, operation, torch.from_numpy(np.stack(rows)).to(device)))
+    return found
+
+
+def _table(operation: str, level: int, sign: int, height: int, width: int) -> "np.ndarray[Any, Any]":
+    """Return the new level by mean and old level, or where each row or column comes from, -1 for black."""
+    if operation == "contrast":
+        old = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+        return np.asarray(Image.blend(Image.fromarray(old.T.copy()), Image.fromarray(old), _factor(level, sign)))
+    shape = (1, width) if operation == "translate_x" else (height, 1)
+    line = Image.fromarray(np.arange(1, max(shape) + 1, dtype=np.int32).reshape(shape))
+    return np.asarray(_transform(line, operation, level, sign), dtype=np.int64)[None] - 1
+
+
+def _one_by_one(levels: Tensor, policies: list[tuple[int, ...]], signs: list[list[int]]) -> Tensor:
+    arrays = levels.permute(0, 2, 3, 1).cpu().numpy()
+    pictures = [Image.fromarray(array.squeeze(2) if array.shape[2] == 1 else array) for array in arrays]
+    changed = [np.asarray(apply_policy(*each)) for each in zip(pictures, policies, signs, strict=True)]
+    return torch.from_numpy(np.stack(changed).reshape(arrays.shape)).permute(0, 3, 1, 2)
+
+
 def _transform(picture: Image.Image, operation: str, level: int, sign: int) -> Image.Image:
     share = level / 9
-    black: int | tuple[int, ...] = 0 if picture.mode == "L" else (0, 0, 0)
+    black: int | tuple[int, ...] = (0, 0, 0) if picture.mode == "RGB" else 0
     match operation:
         case "shear_y":
             matrix = (1.0, 0.0, 0.0, sign * 0.3 * share, 1.0, 0.0)
@@ -141,7 +205,7 @@ def _transform(picture: Image.Image, operation: str, level: int, sign: int) -> I
         case "rotate":
             return picture.rotate(30 * share, fillcolor=128 if picture.mode == "L" else (128, 128, 128))
         case "color" | "contrast" | "sharpness" | "brightness":
-            return _ENHANCERS[operation](picture).enhance(1 + sign * 0.5 * share)
+            return _ENHANCERS[operation](picture).enhance(_factor(level, sign))
         case "posterize":
             return ImageOps.posterize(picture, round(8 - 4 * share))
         case "solarize":
@@ -154,7 +218,16 @@ def _transform(picture: Image.Image, operation: str, level: int, sign: int) -> I
             return ImageOps.invert(picture)
 
 
+def _factor(level: int, sign: int) -> float:
+    return 1 + sign * 0.5 * (level / 9)
+
+
 def _per_channel(values: tuple[float, ...], like: Tensor) -> Tensor:
     if len(values) not in (1, like.shape[1]):
         raise ValueError(f"ats has {len(values)} channels of normalisation, the pictures have {like.shape[1]}")
-    return torch.tensor(values, dtype=like.dtype, device=like.device).view(1, -1, 1, 1)
+    return _constant(tuple(map(float, values)), like.dtype, like.device)
+
+
+@lru_cache(maxsize=64)  # sending even three numbers to a GPU waits for it
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
