@@ -145,3 +145,23 @@ def test_gpu_selects_the_same_entries(kind: str, rng: torch.Generator) -> None:
             assert torch.equal(a.cpu(), b)
     with pytest.raises(GradientError):
         select.prune([torch.tensor([1.0, math.nan], device="cuda")], [(0, 1)])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("length", [8192, 8190])  # rows that begin at multiples of 16 bytes, and rows that do not
+def test_gpu_writes_the_mean_of_several_clients(length: int, rng: torch.Generator) -> None:
+    from gradveil.select import gpu
+
+    sizes = [length - 3000, 3000]
+    # In bfloat16 many entries are equal, so that boundaries cut through ties.
+    grads, held = (torch.randn(3, length, generator=rng).bfloat16().float() for _ in range(2))
+    limits = [select.band(n, 0.05, 0.75) for n in sizes] * 3
+    rows = [grads.cuda(), held.cuda()]
+    segments = [[part for row in each for part in row.split(sizes)] for each in rows]
+    mean = torch.zeros(length, device="cuda")
+    gpu.Selector(*segments, *segments, limits, mean, 3).run_mean()
+    parts = [[part for row in each for part in row.split(sizes)] for each in (grads, held)]
+    sent, rest = select.prune_with_feedback(*parts, limits)
+    torch.testing.assert_close(mean.cpu(), torch.cat(sent).view(3, length).mean(0))
+    assert torch.equal(rows[1].cpu(), torch.cat(rest).view(3, length))

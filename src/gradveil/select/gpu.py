@@ -105,10 +105,12 @@ class Selector:
         numbers = torch.arange(programs, device=device)
         self._parts = [(self._blocks[which], numbers[which], how) for which, how in ((whole, True), (~whole, False))]
         self._clients, self._mean = clients, mean
-        each = programs // clients
         if mean is not None:
+            each = programs // clients
             self._targets = mean.data_ptr() + self._blocks[:each, 4] - sent[0].data_ptr()
-            self._first = [(n[n < each], how) for _, n, how in self._parts]
+            # One program serves a block of every client, so all of them must suit wide words.
+            wide = whole.view(clients, each).all(0) & (self._targets % 16 == 0)
+            self._first = [(numbers[:each][which], how) for which, how in ((wide, True), (~wide, False))]
         # One buffer, cleared by one launch: the counts of each pass, what lies above and inside the brackets, and ties.
         lengths = [(2 * s) << DIGIT] * PASSES + [4 * s, 2 * programs]
         self._scratch = torch.empty(sum(lengths), dtype=torch.int32, device=device)
@@ -118,7 +120,7 @@ class Selector:
         self._found = found  # of each boundary: its magnitude, how many equals rank above it, and how many there are
         self._cuts = (*found, self._ties, self._before)
         self._each: dict[str, Any] = {"FEEDBACK": self._feedback, "BLOCK": BLOCK, "num_warps": WARPS}
-        self._candidates = torch.empty(max(self._plan.room, 1), device=device)
+        self._candidates = torch.empty(max(self._plan.room, 1), dtype=torch.int64, device=device)
         self.finite = torch.ones((), dtype=torch.int32, device=device)
 
     def run(self) -> None:
@@ -155,10 +157,10 @@ class Selector:
         bounds = (plan.ranks, self._edges, plan.regions, self._tallies, self._states, self._widths)
         self._scratch.zero_()
         kernels.guess[(s,)](plan.sizes, self._pointers, s, plan.ranks, self._edges, **sample)
-        for part, _, whole in self._parts:
+        for part, numbers, whole in self._parts:
             if len(part):
                 kernels.collect[(len(part),)](
-                    part, self._edges, *inside, self.finite, WHOLE=whole, THREADS=32 * WARPS, **fed
+                    part, numbers, self._edges, *inside, self.finite, WHOLE=whole, THREADS=32 * WARPS, **fed
                 )
         kernels.settle[boundaries](*bounds, *found)
         for i, counts in enumerate(self._counts):
@@ -166,7 +168,7 @@ class Selector:
             search = (plan.groups, *inside, self._states, self._widths, found[0], counts)
             kernels.count_digits[groups](blocks, *search, **digit, **fed)
             kernels.pick[boundaries](counts, self._widths, *found, **digit)
-        kernels.count_ties[groups](blocks, plan.groups, *found, self._ties, **fed)
+        kernels.count_ties[groups](blocks, plan.groups, *inside, self._states, *found, self._ties, **fed)
         kernels.add_ties[boundaries](plan.sizes, plan.first_block, *self._cuts, BLOCK=BLOCK, num_warps=WARPS)
 
     def require_finite(self) -> None:

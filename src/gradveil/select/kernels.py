@@ -91,6 +91,7 @@ def guess(
 @triton.jit
 def collect(
     blocks,
+    numbers,
     edges,
     regions,
     candidates,
@@ -101,8 +102,12 @@ def collect(
     THREADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the residual; count what lies above each bracket and gather, in any order, what lies inside."""
+    """Add the residual; count what lies above each bracket and gather, in any order, what lies inside.
+
+    A candidate is one word: its magnitude below, the number of its block above.
+    """
     block = blocks + 6 * tl.program_id(0)
+    origin = tl.load(numbers + tl.program_id(0)) << 32
     slot = 2 * tl.load(block).to(tl.int32)
     i = tl.arange(0, BLOCK)
     inside = i < tl.load(block + 1)
@@ -133,19 +138,19 @@ def collect(
     end_order = tl.reshape((begin >> 16) + ((inner >> 6) & 63), [BLOCK])
     tl.atomic_add(tallies + 2 * slot, above_total & 0xFFFF, sem="relaxed")
     tl.atomic_add(tallies + 2 * slot + 2, above_total >> 16, sem="relaxed")
-    into = (regions, candidates, tallies)
-    _gather(v, in_top, top_order, hits_total & 0xFFFF, top_low < top_high, slot, into)
-    _gather(v, in_end, end_order, hits_total >> 16, end_low < end_high, slot + 1, into)
+    word, into = origin + size, (regions, candidates, tallies)
+    _gather(word, in_top, top_order, hits_total & 0xFFFF, top_low < top_high, slot, into)
+    _gather(word, in_end, end_order, hits_total >> 16, end_low < end_high, slot + 1, into)
 
 
 @triton.jit
-def _gather(v, match, order, hits, wide, slot, into):
+def _gather(word, match, order, hits, wide, slot, into):
     """Append the matching entries to the candidates of a boundary; a bracket of one magnitude only counts them."""
     regions, candidates, tallies = into
     if hits > 0:
         begin = tl.atomic_add(tallies + 2 * slot + 1, hits, sem="relaxed")
         if wide & (begin + hits <= tl.load(regions + 2 * slot + 1)):
-            tl.store(candidates + tl.load(regions + 2 * slot) + begin - 1 + order, v, mask=match)
+            tl.store(candidates + tl.load(regions + 2 * slot) + begin - 1 + order, word, mask=match)
 
 
 @triton.jit
@@ -195,6 +200,7 @@ def count_digits(
     """
     group = groups + 4 * tl.program_id(0)
     segment = tl.load(group)
+    i = tl.arange(0, BLOCK)
     for which in tl.static_range(2):
         slot = 2 * segment + which
         state = tl.load(states + slot)
@@ -203,19 +209,19 @@ def count_digits(
         found = tl.load(tallies + 2 * slot + 1) - begin
         if width > DONE:
             if (state == NARROWED) & (found > 0):
-                here = candidates + tl.load(regions + 2 * slot) + begin
-                _tally(here, found, slot, width, keys, counts, DONE, DIGIT, BLOCK)
+                inside = i < found
+                word = tl.load(candidates + tl.load(regions + 2 * slot) + begin + i, mask=inside, other=0)
+                _tally(word.to(tl.int32), inside, slot, width, keys, counts, DONE, DIGIT, BLOCK)
             if state == OPEN:
                 for j in range(tl.load(group + 1), tl.load(group + 2)):
-                    here = _address(blocks + 6 * j, 5 if FEEDBACK else 2)
-                    _tally(here, tl.load(blocks + 6 * j + 1), slot, width, keys, counts, DONE, DIGIT, BLOCK)
+                    inside = i < tl.load(blocks + 6 * j + 1)
+                    v = tl.load(_address(blocks + 6 * j, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
+                    _tally(_magnitude(v), inside, slot, width, keys, counts, DONE, DIGIT, BLOCK)
 
 
 @triton.jit
-def _tally(here, entries, slot, width, keys, counts, DONE: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    inside = i < entries
-    distance = _magnitude(tl.load(here + i, mask=inside, other=0.0)) - tl.load(keys + slot)
+def _tally(size, inside, slot, width, keys, counts, DONE: tl.constexpr, DIGIT: tl.constexpr, BLOCK: tl.constexpr):
+    distance = size - tl.load(keys + slot)
     match = inside & (distance >= 0) & ((distance >> (width - DONE)) == 0)
     digit = tl.where(match, distance >> tl.maximum(width - DONE - DIGIT, 0), 0)
     table = counts + (slot << DIGIT)
@@ -254,8 +260,21 @@ def _is_cut(slot, keys, wanted, equal):
 
 
 @triton.jit
-def count_ties(blocks, groups, keys, wanted, equal, ties, FEEDBACK: tl.constexpr, BLOCK: tl.constexpr):
-    """Count, block by block, the entries equal to a boundary that cuts through them; a program has one group."""
+def count_ties(
+    blocks,
+    groups,
+    regions,
+    candidates,
+    tallies,
+    states,
+    keys,
+    wanted,
+    equal,
+    ties,
+    FEEDBACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Count, block by block, the entries equal to a boundary that cuts through them; programs as in `count_digits`."""
     group = groups + 4 * tl.program_id(0)
     segment = tl.load(group)
     i = tl.arange(0, BLOCK)
@@ -263,10 +282,17 @@ def count_ties(blocks, groups, keys, wanted, equal, ties, FEEDBACK: tl.constexpr
         slot = 2 * segment + which
         if _is_cut(slot, keys, wanted, equal):
             key = tl.load(keys + slot)
-            for j in range(tl.load(group + 1), tl.load(group + 2)):
-                inside = i < tl.load(blocks + 6 * j + 1)
-                v = tl.load(_address(blocks + 6 * j, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
-                tl.store(ties + 2 * j + which, tl.sum((_magnitude(v) == key).to(tl.int32), axis=0))
+            if tl.load(states + slot) == NARROWED:
+                begin = tl.load(group + 3) * BLOCK
+                inside = i < tl.load(tallies + 2 * slot + 1) - begin
+                word = tl.load(candidates + tl.load(regions + 2 * slot) + begin + i, mask=inside, other=0)
+                match = inside & (word.to(tl.int32) == key)
+                tl.atomic_add(ties + 2 * (word >> 32) + which, match.to(tl.int32), mask=match, sem="relaxed")
+            else:
+                for j in range(tl.load(group + 1), tl.load(group + 2)):
+                    inside = i < tl.load(blocks + 6 * j + 1)
+                    v = tl.load(_address(blocks + 6 * j, 5 if FEEDBACK else 2) + i, mask=inside, other=0.0)
+                    tl.store(ties + 2 * j + which, tl.sum((_magnitude(v) == key).to(tl.int32), axis=0))
 
 
 @triton.jit
