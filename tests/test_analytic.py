@@ -1,12 +1,29 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate
 
-from gradveil import Attack, Batch, Defense, DualPrune, Identity, Observation, RandomK, ThreatModel, TopK, Veil, observe
+from gradveil import (
+    Attack,
+    Batch,
+    Chain,
+    Defense,
+    DualPrune,
+    GaussianNoise,
+    Identity,
+    Observation,
+    RandomK,
+    ThreatModel,
+    TopK,
+    Veil,
+    observe,
+)
 from gradveil.attacks.analytic import LinearReadout
 from gradveil.attacks.lowrank import LowRankCompletion
+from gradveil.attacks.received import received
 from gradveil.errors import NeedError
 from gradveil.gradients import parameters
 
@@ -68,6 +85,21 @@ def test_pruning_does_not_hide_a_rank_one_gradient(defense):
         completed = psnr(run(LowRankCompletion(), seen), truth)[0]
         assert completed >= 30
         assert completed >= psnr(run(LinearReadout(), seen), truth)[0]
+
+
+@pytest.mark.parametrize("inner", [DualPrune(), TopK()], ids=lambda d: d.key())
+def test_noise_over_everything_does_not_hide_what_was_pruned(inner):
+    for truth in photos(2).split(1):
+        seen = upload(mlp(), truth, Chain(inner, GaussianNoise(1e-3)))
+        found = {attack: psnr(run(attack, seen), truth)[0] for attack in (LowRankCompletion(), LinearReadout())}
+        told_nothing = {attack: psnr(run(attack, replace(seen, defense=None)), truth)[0] for attack in found}
+        assert found[LowRankCompletion()] >= 30
+        assert all(found[attack] > told_nothing[attack] + 3 for attack in found)
+
+
+def test_noise_that_drowns_a_tensor_leaves_the_attacker_what_arrived():
+    seen = upload(mlp(), photos(1), Chain(DualPrune(), GaussianNoise(10.0)))
+    assert all(bool(g.any()) for g in received(seen).grads.values())
 
 
 @pytest.mark.parametrize("defense", [Identity(), DualPrune()], ids=lambda d: d.key())

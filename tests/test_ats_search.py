@@ -71,7 +71,20 @@ def test_the_command_prints_a_defense_that_can_be_used(tmp_path: Path) -> None:
     words = ["ats-search", "--candidates", "3", "--pictures", "1", "--jacobians", "8", "--epochs", "1", "--json"]
     result = CliRunner().invoke(app, [*words, str(target)], env={"COLUMNS": "160"})
     assert result.exit_code == 0, result.output
-    assert "best two as a hybrid: ats(policy=" in result.output
+    said = "the two most private of 2 drawn policies whose accuracy score reaches the median, as a hybrid: ats(policy="
+    assert said in result.output
     scores = json.loads(target.read_text())["scores"]
     assert sum(row["drawn"] for row in scores) == 3
     assert [row["policy"] for row in scores if not row["drawn"]] == ["", "3-1-7", "43-18-18", "21-13-3", "7-4-15"]
+
+
+def test_the_command_says_how_many_policies_were_good_enough(tmp_path: Path) -> None:
+    words = ["ats-search", "--candidates", "3", "--pictures", "1", "--jacobians", "8", "--epochs", "0"]
+    target = tmp_path / "scores.json"
+    CliRunner().invoke(app, [*words, "--json", str(target)])
+    best = max(row["accuracy"] for row in json.loads(target.read_text())["scores"] if row["drawn"])
+    one = CliRunner().invoke(app, [*words, "--floor", str(best)], env={"COLUMNS": "160"}).output
+    assert "the only one of 3 drawn policies whose accuracy score reaches" in one
+    assert "+" not in one.rpartition("ats(policy=")[2].partition(",")[0]
+    none = CliRunner().invoke(app, [*words, "--floor", "0"], env={"COLUMNS": "160"}).output
+    assert "none of 3 drawn policies has an accuracy score of 0.0" in none

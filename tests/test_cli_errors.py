@@ -51,6 +51,11 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("cost --device gpu", "device 'gpu' is not known"),
         ("ats-search --device gpu", "device 'gpu' is not known"),
         ("generator train --data digits --device gpu --out g.safetensors", "device 'gpu' is not known"),
+        ("train --data photos --model resnet18 --defense dp_noise", "BatchNorm has not while it trains: take a model"),
+        ("cost --model lenet --defense none --batch-size 0", "batch_size must be a whole number of at least 1, got 0"),
+        ("cost --model lenet --defense none --defense dgpp", "unknown defense 'dgpp': did you mean dgp?"),
+        ("leaderboard card dgpp", "no table has a defense 'dgpp': did you mean dgp? Known: "),
+        ("leaderboard render --results nowhere --page page.md", "there is no folder nowhere: cards lie in cards/"),
         ("guard lenet --shape 3,32", "model lenet cannot take inputs of shape (3, 32)"),
         ("doctor file", "neither a payload nor the state of a Veil"),
     ],
@@ -59,6 +64,57 @@ def test_a_mistake_is_one_line(
     scene: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, remedy: str
 ) -> None:
     assert remedy in _last_line(monkeypatch, capsys, command)
+
+
+USERS_OWN = """
+from torch import nn
+
+def missing(num_classes):
+    return {}["hidden"]
+
+def wide(num_classes):
+    return nn.Linear("wide", num_classes)
+
+class Forgetful(nn.Module):
+    def __init__(self):
+        super().__init__()
+    def forward(self, x):
+        return self.lost[0]
+
+def defense():
+    return 1 / 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (
+            "train --model users_own:missing",
+            "model users_own:missing failed with KeyError: 'hidden' (users_own.py, line 5)",
+        ),
+        ("train --model users_own:wide", "(users_own.py, line 8)"),
+        ("audit --model users_own:Forgetful", "running model users_own:Forgetful failed with AttributeError: "),
+        (
+            "train --defense users_own:defense",
+            "defense users_own:defense failed with ZeroDivisionError: division by zero",
+        ),
+        ("doctor users_own:defense", "users_own:defense failed with ZeroDivisionError: division by zero"),
+        ("train --model users_typo:net", "importing 'users_typo:net' failed with SyntaxError: "),
+        (
+            "train --model users_needs:net",
+            "importing 'users_needs:net' failed with RuntimeError: no driver (users_needs.py",
+        ),
+    ],
+)
+def test_an_error_in_the_users_own_code_is_one_line_that_says_where(
+    scene: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str, said: str
+) -> None:
+    (scene / "users_own.py").write_text(USERS_OWN)
+    (scene / "users_typo.py").write_text("def net(:\n")
+    (scene / "users_needs.py").write_text("raise RuntimeError('no driver')\n")
+    monkeypatch.delitem(sys.modules, "users_own", raising=False)
+    assert said in _last_line(monkeypatch, capsys, command)
 
 
 def test_brackets_of_a_remedy_are_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from gradveil import data, paper
 from gradveil.attacks import ATTACKS
 from gradveil.cli import app, commands  # noqa: F401
+from gradveil.core import Batch, Reconstruction
 from gradveil.data.cifar import LAYOUTS
 from gradveil.defenses import DEFENSES
 from gradveil.errors import ConfigError, NeedError
@@ -491,6 +493,45 @@ def test_the_view_shows_originals_from_the_readers_copy(in_scratch: Path) -> Non
     result = store.load(store.path_of(in_scratch, "quick", outcome.cell))
     originals = store.strip_bytes(data.load("photos", split="test").pixels(result["victims"]))
     assert base64.b64encode(originals).decode() in page
+
+
+@pytest.mark.parametrize(("attack", "local_steps"), [("rob", 1), ("ig", 2)])
+def test_the_view_shows_what_ats_made_of_the_originals(in_scratch: Path, attack: str, local_steps: int) -> None:
+    cell = replace(TINY.attack(attack, "ats"), local_steps=local_steps)
+    place, strip = attacked.Place(TINY, None, torch.device("cpu"), None), in_scratch / "strip.webp"
+    seen: list[Any] = []
+    keep = attacked._tiles
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attacked, "_tiles", lambda sent, *rest: seen.append(sent) or keep(sent, *rest))
+        result = attacked.perform(cell, place, strip) | {"cell": vars(cell), "device": "cpu"}
+    source = data.load("photos", split="test")
+    changed = view.trained_on(result, source)
+    assert changed is not None
+    used = data.to_pixels(torch.cat([one.trained_on.inputs for one in seen]), source.mean, source.std)
+    assert torch.equal(changed, used[: store.STRIP])
+    assert not torch.equal(changed, source.pixels(result["victims"][: store.STRIP]))
+    shown = view._strips(result, strip, source)
+    names = ["originals", "the originals as the defense changed them"]
+    assert list(shown) == [*names, "reconstructions, in the order of the changed pictures"]
+    (older,) = list(view._strips({**result, "strip_order": ""}, strip, source))[2:]
+    assert older == "reconstructions, in the order of the originals"
+    if not torch.cuda.is_available():
+        above, below = view._strips({**result, "device": "cuda"}, strip, source)
+        assert above == "originals"
+        assert "cannot be shown" in below
+
+
+def test_a_strip_is_in_the_order_of_the_pictures_trained_on() -> None:
+    """The first picture, once changed, looks more like the second original than like itself."""
+    photos = data.load("photos", split="test")
+    one, two = photos.batch([0]).inputs, photos.batch([1]).inputs
+    batch, labels = torch.cat([one, two]), torch.tensor([0, 1])
+    near = 0.05 * torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
+    used = torch.cat([two, one])
+    sent = SimpleNamespace(batch=Batch(batch, labels), trained_on=Batch(used, labels))
+    tiles = attacked._tiles(sent, Reconstruction((used + near).flip(0)), photos)
+    wanted = data.to_pixels(used + near, photos.mean, photos.std)
+    assert torch.allclose(tiles, wanted, atol=1e-5)
 
 
 # Leaderboard

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, softplus
 
 from gradveil import (
     Batch,
+    Chain,
     Defense,
     DualPrune,
     GaussianNoise,
@@ -58,7 +59,7 @@ def recover(
     sent = gradient(model, loss, batch) if lr is None else local_update(model, loss, [batch], lr)
     payload = Veil(defense, parameters(model), seed=0).seal(sent, 1, model=model, batch=batch)
     facts = {"num_classes": outputs, "mean": photos.mean, "std": photos.std, "local_lr": lr}
-    seen = observe(payload, model, loss, batch, ThreatModel(), **facts)
+    seen = observe(payload, model, loss, batch, ThreatModel(), defense=defense, **facts)
     found = attack.run(seen, torch.Generator().manual_seed(0))
     guess, truth = (to_pixels(x, photos.mean, photos.std) for x in (found.inputs, batch.inputs))
     return float(ssim(guess, truth)), float((guess - truth).square().mean()), found
@@ -115,6 +116,13 @@ def test_the_published_attack_gets_nothing_from_pruned_gradients():
 def test_top_k_and_noise():
     assert recover(2, TopK())[0] > 0.99
     assert abs(recover(2, GaussianNoise(1e-2))[0]) < 0.25
+
+
+def test_noise_over_everything_does_not_hide_what_was_pruned():
+    """Noise on the entries that were left out must not pass for equations."""
+    similarity, _, found = recover(4, Chain(TopK(), GaussianNoise(1e-8)))
+    assert similarity > 0.98
+    assert found.loss < 1e-4
 
 
 def test_margins_solve_the_equation():

@@ -4,12 +4,15 @@ import ast
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from .core import Named, Spec
-from .errors import ConfigError
+from .errors import ConfigError, GradveilError
 
 T = TypeVar("T", bound=Named)
 Table = Mapping[str, Callable[..., T]]
@@ -66,10 +69,32 @@ def import_object(path: str) -> Any:
     """Return the object at `package.module:name`."""
     module, _, name = path.partition(":")
     try:
-        return getattr(importlib.import_module(module), name)
+        with users_code(f"importing {path!r}", ImportError):
+            found = importlib.import_module(module)
+        return getattr(found, name)
     except (ImportError, AttributeError) as error:
         remedy = "write package.module:name; installed packages and the current folder are searched"
         raise ConfigError(f"cannot import {path!r}: {error} ({remedy})") from error
+
+
+@contextmanager
+def users_code(what: str, *expected: type[Exception]) -> Iterator[None]:
+    """Turn anything the user's own code raises, but for what is `expected`, into one line that says what and where."""
+    clear: tuple[type[Exception], ...] = (GradveilError, *expected)
+    try:
+        yield
+    except clear:
+        raise
+    except Exception as error:
+        theirs = [f for f in traceback.extract_tb(error.__traceback__) if _is_theirs(f.filename)]
+        where = f" ({Path(theirs[-1].filename).name}, line {theirs[-1].lineno})" if theirs else ""
+        said = " ".join(str(error).split())
+        raise ConfigError(f"{what} failed with {type(error).__name__}: {said}{where}") from error
+
+
+def _is_theirs(file: str) -> bool:
+    libraries = (str(Path(__file__).parent), str(Path(traceback.__file__).parent), "<frozen")
+    return "site-packages" not in file and not file.startswith(libraries)
 
 
 def build(table: Table[T], source: Spec | str | T, kind: str) -> T:
@@ -104,7 +129,10 @@ def _call(factory: Callable[..., T], name: str, kind: str, args: list[Any], kwar
     except TypeError as error:
         raise ConfigError(f"{kind} {name}: {error}; its options are {', '.join(signature.parameters)}") from error
     try:
-        return factory(*args, **kwargs)
+        if ":" not in name:
+            return factory(*args, **kwargs)
+        with users_code(f"{kind} {name}", TypeError, ValueError):
+            return factory(*args, **kwargs)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{kind} {name}: {error}") from error
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..core import Attack, Observation, Reconstruction
 from ..errors import NeedError
 from ..models.inspect import first_layer
+from .received import received
 from .space import box
 
 FAINT = 1e-6  # a bias entry below this share of the largest is rounding, not signal
@@ -29,6 +30,7 @@ class LinearReadout(Attack):
 
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         name, _ = first_linear(seen)
+        seen = received(seen)
         weight, bias = seen.grads[f"{name}.weight"].double(), seen.grads[f"{name}.bias"].double()
         alone = seen.num_examples == 1
         return as_inputs(least_squares_row(weight, bias)[None] if alone else separate_rows(weight, bias, seen), seen)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..core import Observation
 from ..defenses.precode import Bottleneck
-from .lowrank import complete
+from .completion import complete
 
 INNER = "inner."  # goes before the names of a model's parameters once it is cut off
 RESTARTS = 3  # of the completion, while it does not fit

@@ -22,7 +22,8 @@ from torch.nn import functional as F
 
 from ..core import Attack, Observation, Reconstruction
 from ..errors import NeedError
-from .lowrank import complete
+from .completion import complete
+from .received import received
 from .space import box, unit
 from .stages import Stage, apply, conv_transpose, features_of, fitting_slopes, output_shape, slopes_of, solve
 
@@ -45,8 +46,9 @@ class RGAP(Attack):
     """Recover one picture exactly from a chain of bias-free convolutions and LeakyReLUs, such as CNN6.
 
     The loss must be cross-entropy, or the logistic loss where the classifier has one output. `masked` leaves out the
-    equations whose gradient entry did not arrive; the published attack (`masked=False`) takes them for zeros, and any
-    change of the gradient then grows from layer to layer until nothing is left of the picture.
+    equations whose gradient entry did not arrive, also where noise covers the gaps and the defense is known. The
+    published attack (`masked=False`) takes them for zeros, and any change of the gradient then grows from layer to
+    layer until nothing is left of the picture.
 
     Guarantees: exact up to rounding for one example and gradients that are exact where sent, as long as each layer
     has more equations than inputs. Noise, several examples or an old residual break it.
@@ -58,6 +60,7 @@ class RGAP(Attack):
         if seen.num_examples != 1:
             raise NeedError(f"R-GAP recovers one example, this upload is of {seen.num_examples}")
         stages, head, head_name = chain(seen)
+        seen = received(seen) if self.masked else seen
         weight = head.weight.detach().double()
         gradient, known = self._arrived(seen, head_name)
         if self.masked and len(gradient) > 1:

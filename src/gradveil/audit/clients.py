@@ -62,6 +62,11 @@ def threat(column: Column, subject: Subject) -> ThreatModel:
     )
 
 
+def name_of(column: Column, index: int) -> str:
+    """Return the name of a client, from which its chance is derived."""
+    return f"{column} {index}"
+
+
 def column_info(column: Column, plan: Plan, subject: Subject) -> ColumnInfo:
     """Return the setting of a column as the report tells it."""
     diagnostic = column == "diagnostic"
@@ -121,9 +126,10 @@ class _Client:
         self.model, self.index = model, index
         self.defense = subject.defenses[name]
         self.earlier: list[Observation] = []
-        client = f"{column.name} {index}"
         # Planted models are refused above, if at all: here the attack itself is studied.
-        self.veil = Veil(self.defense, parameters(model), seed=plan.seed, client=client, guard=None)
+        self.veil = Veil(
+            self.defense, parameters(model), seed=plan.seed, client=name_of(column.name, index), guard=None
+        )
         state = subject.residuals.get(name)
         if state is not None:
             self.veil.load_state_dict(state)

@@ -24,7 +24,7 @@ PUBLISHED = ("3-1-7", "43-18-18", "21-13-3", "7-4-15")
 def ats_search(
     dataset: Annotated[str, typer.Option("--data", help="a dataset's name, or a folder of pictures")] = "digits",
     model: Annotated[str, typer.Option(help="the network the policy is for")] = "lenet",
-    candidates: Annotated[int, typer.Option(help="random policies to try; a real search takes hundreds")] = 30,
+    candidates: Annotated[int, typer.Option(help="random policies to draw; a real search takes hundreds")] = 30,
     pictures: Annotated[int, typer.Option(help="pictures whose gradients are followed")] = 5,
     jacobians: Annotated[int, typer.Option(help="pictures whose Jacobians are compared")] = 60,
     epochs: Annotated[int, typer.Option(help="epochs of training on a tenth of the data, for the privacy score")] = 5,
@@ -34,10 +34,12 @@ def ats_search(
     seed: Annotated[int, typer.Option(help="settles candidates, pictures, training and noise")] = 0,
     json_out: Annotated[Path | None, typer.Option("--json", help="also write every score to this file")] = None,
 ) -> None:
-    """Search transformation policies for ATS and print the best as a defense you can use.
+    """Draw transformation policies for ATS at random, and print the two most private as a defense you can use.
 
-    Random policies and the published ones are scored by the two published heuristics; no attack is run, so audit the
-    winner before you trust it.
+    The two are those with the lowest privacy scores among the drawn policies whose accuracy score is high enough; each
+    picture takes one of them by chance. No policy and the published ones are scored too, to compare with: they cannot
+    be chosen, and may be better. Both scores are the published heuristics; no attack is run, so audit the result before
+    you trust it.
     """
     check.at_least(1, pictures=pictures)
     check.at_least(2, jacobians=jacobians)
@@ -53,13 +55,21 @@ def ats_search(
     out.print(_table(best[:10], known))
     if best:
         found = ATS("+".join(one.policy for one in best[:2]), source.mean, source.std)
-        out.print(f"best two as a hybrid: {spec.to_text(found)}", soft_wrap=True)
+        out.print(f"{_chosen(best, len(scored), floor)}: {spec.to_text(found)}", soft_wrap=True, highlight=False)
     else:
-        out.print(f"none of {len(scored)} policies reaches the accuracy score {floor}: lower --floor or try more")
+        out.print(f"none of {len(scored)} drawn policies has an accuracy score of {floor}: lower --floor or draw more")
     if json_out:
         rows = [{**one._asdict(), "drawn": one in scored} for one in (*scored, *known)]
         settings = {"data": dataset, "model": model, "pictures": pictures, "jacobians": jacobians, "epochs": epochs}
         write_json(json_out, {"settings": {**settings, "seed": seed}, "environment": environment(), "scores": rows})
+
+
+def _chosen(best: list[Scored], drawn: int, floor: float | None) -> str:
+    """Return what was chosen among what, in words."""
+    enough = "the median" if floor is None else f"{floor:g}"
+    if len(best) == 1:
+        return f"the only one of {drawn} drawn policies whose accuracy score reaches {enough}"
+    return f"the two most private of {len(best)} drawn policies whose accuracy score reaches {enough}, as a hybrid"
 
 
 def _judge(
@@ -110,7 +120,7 @@ def _table(best: list[Scored], known: list[Scored]) -> Table:
         "transformations",
         "privacy (lower is better)",
         "accuracy (higher is better)",
-        title="ATS policies: the best found, then no policy and the published ones",
+        title="ATS policies: the most private drawn, then no policy and the published ones",
     )
     for section in (best, known):
         for one in section:

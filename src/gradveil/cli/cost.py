@@ -8,7 +8,7 @@ import typer
 from rich.progress import track
 from rich.table import Table
 
-from .. import paper
+from .. import check, paper
 from ..cost import LINE_UP, MIB, Cost, measure
 from ..defenses import DEFENSES
 from ..record import environment, write_json
@@ -37,11 +37,12 @@ def cost(
     than the mean of ten users.
     """
     device = str(pick_device(device))
-    size = batch_size or (32 if device.startswith("cuda") else 2)
-    pairs = [(m, d) for m in model or paper.MODELS for d in defense or LINE_UP]
+    size = (32 if device.startswith("cuda") else 2) if batch_size is None else batch_size
+    check.at_least(1, rounds=rounds, users=users, batch_size=size)
+    pairs = [(m, d, _users(d, users, device)) for m in model or paper.MODELS for d in defense or LINE_UP]
     costs = [
-        measure(m, d, users=_users(d, users, device), batch_size=size, rounds=rounds, device=device)
-        for m, d in track(pairs, "measuring", console=err, transient=True)
+        measure(m, d, users=count, batch_size=size, rounds=rounds, device=device)
+        for m, d, count in track(pairs, "measuring", console=err, transient=True)
     ]
     setting = f"{users} users, batches of {size}, {rounds} round(s), {device}"
     alone = {c.defense for c in costs if c.users != users}

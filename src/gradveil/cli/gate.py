@@ -1,7 +1,7 @@
 """`gradveil gate` and `gradveil doctor`: answers for scripts, as exit codes."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.markup import escape
@@ -12,7 +12,7 @@ from ..audit.doctor import Examination, examine
 from ..audit.gate import Thresholds, failures
 from ..audit.report import COLUMNS, Column
 from ..defenses import DEFENSES
-from ..spec import build, import_object
+from ..spec import build, import_object, users_code
 from . import app, err, out
 
 
@@ -53,7 +53,11 @@ def doctor(
     """
     live = ":" in source and not Path(source).exists()
     expected = build(DEFENSES, expect, "defense") if expect else None
-    found = examine(import_object(source)() if live else source, expected)
+    given: Any = source
+    if live:
+        with users_code(source):
+            given = import_object(source)()
+    found = examine(given, expected)
     out.print(_table(found))
     for reason in found.reasons:
         out.print(reason, markup=False, highlight=False)

@@ -1,5 +1,6 @@
 """`gradveil leaderboard`: check cards, make one from recorded results, render the page."""
 
+import difflib
 from pathlib import Path
 from typing import Annotated
 
@@ -7,7 +8,7 @@ import typer
 
 from .. import record
 from ..errors import ConfigError
-from ..reproduce import board, cards
+from ..reproduce import SCALES, board, cards, entries
 from . import app, out
 
 group = typer.Typer(no_args_is_help=True, help="What each defense withstands: cards and the page made of them.")
@@ -36,6 +37,11 @@ def card(
     folder: Folder = Path("results"),
 ) -> None:
     """Make a defense's card from the recorded full-scale results: the worst adaptive attack of each kind."""
+    known = {entry.cell.defense: entry for entry in entries("all", SCALES["full"])}
+    if defense not in known and f"{defense}1" not in known:  # the name without its number stands for both
+        near = difflib.get_close_matches(defense, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"no table has a defense {defense!r}: {hint}Known: {', '.join(sorted(known))}")
     path = folder / "cards" / f"{defense}.json"
     made = cards.make(defense, folder)
     if wrong := cards.problems(made):

@@ -10,6 +10,7 @@ from rich.table import Column, Table
 
 from ..config import from_mapping, read_toml
 from ..training.job import Job
+from ..training.privacy import stated
 from ..training.rounds import Round
 from ..training.run import run
 from ..training.settings import Settings
@@ -98,4 +99,8 @@ def _table(result: dict[str, Any]) -> Table:
     table.add_row("bytes down", f"{_size(mean['bytes_down'])} (paper's count {_size(mean['paper_down'])})")
     if mean["residual_ratio"]:
         table.add_row("residual / gradient", f"{mean['residual_ratio']:.2f}, gamma {mean['gamma']:.3f} (means)")
+    table.add_row("differential privacy", stated(result["privacy"]))
+    if result["privacy"]["epsilon"] is not None:
+        table.add_row("assumed of batches", result["privacy"]["sampling"])
+        table.add_row("not covered", "; ".join(result["privacy"]["not_covered"]))
     return table

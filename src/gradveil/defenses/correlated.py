@@ -24,10 +24,10 @@ class CorrelatedNoise(DPNoise):
     Guarantees: with noise of standard deviation `noise_multiplier * clip` on the clipped sum, the uploads of a whole
     run are one Gaussian mechanism, and `correlated_epsilon` gives what they say about one example that takes part at
     most `participations` times, at least `separation` rounds apart. Both must hold for the client's data loader: a
-    fixed order gives one pass as separation; an order drawn anew for every pass guarantees only 1. There is no gain
-    from random sampling. In the sum of all uploads every noise but the newest counts only `1 - correlation` times.
-    The number of examples travels in the clear, BatchNorm statistics are not
-    protected, and a fixed seed or a state that leaks lets the noise be subtracted.
+    fixed order gives one pass as separation; an order drawn anew for every pass guarantees only 1, and not even that
+    where a batch can end one pass and begin the next. There is no gain from random sampling. In the sum of all uploads
+    every noise but the newest counts only `1 - correlation` times. The number of examples travels in the clear,
+    BatchNorm statistics are not protected, and a fixed seed or a state that leaks lets the noise be subtracted.
 
     Compose: first in a Chain (it takes per-example gradients), never inside ErrorFeedback.
 

@@ -58,12 +58,10 @@ def _imported(path: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.M
     if not callable(factory):
         raise ConfigError(f"model {path} is not callable: name a function or class that returns an nn.Module")
     known = {"num_classes": num_classes, "input_shape": input_shape}
-    try:
+    with spec.users_code(f"model {path}"):
         takes = signatures.signature(factory).parameters.values()
         rest = any(p.kind is p.VAR_KEYWORD for p in takes)
         model = factory(**{key: value for key, value in known.items() if rest or any(p.name == key for p in takes)})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"model {path}: {error}") from error
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model {path} gave {type(model).__name__}, expected an nn.Module")
     return _fitting(model, path, num_classes, input_shape)
@@ -71,7 +69,8 @@ def _imported(path: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.M
 
 def _fitting(model: nn.Module, name: str, num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     try:
-        outputs: Any = dry_run(model, input_shape)
+        with spec.users_code(f"running model {name}", RuntimeError, ValueError, TypeError):
+            outputs: Any = dry_run(model, input_shape)
     except (RuntimeError, ValueError, TypeError) as error:
         raise ConfigError(f"model {name} cannot take inputs of shape {input_shape}: {error}") from error
     if not isinstance(outputs, torch.Tensor):

@@ -120,6 +120,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         "attack_used": to_text(attack),
         "n": cell.pictures,
         "victims": chosen,
+        "strip_order": "trained_on",  # older strips are in the order of the originals
         "scores": scores_of(sent, found, data, line_up, transformed=False),
         "transformed_scores": scores_of(sent, found, data, line_up, transformed=True) if _transforms(sent) else None,
         "floor": _floor(sent, subject, data, line_up, cell.seed),
@@ -164,6 +165,11 @@ def _column(cell: AttackCell) -> Column:
     return "diagnostic" if cell.labels == "given" else "realistic"
 
 
+def client_name(cell: AttackCell, index: int) -> str:
+    """Return the name from which a client's chance is derived."""
+    return str(index) if cell.local_steps > 1 else clients.name_of(_column(cell), index)
+
+
 def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
     """Return first-round uploads of clients that take several local steps on one batch."""
     defense, data = subject.defenses[cell.defense], subject.victims
@@ -171,7 +177,7 @@ def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
     sent = []
     for i, group in enumerate(torch.arange(cell.pictures).split(cell.batch_size)):
         batch = data.batch(group, subject.device)
-        veil = Veil(defense, parameters(model), seed=cell.seed, client=str(i))
+        veil = Veil(defense, parameters(model), seed=cell.seed, client=client_name(cell, i))
         own = copy.deepcopy(model)
         used = veil.prepare(own, batch)
         update = local_update(own, subject.loss_fn, [used] * cell.local_steps, LOCAL_RATE)
@@ -241,11 +247,11 @@ def _pixels(data: Dataset, count: int, device: torch.device) -> Tensor:
 
 
 def _tiles(sent: Sent, found: Reconstruction, data: Dataset) -> Tensor:
-    """Return the guesses in the order of the true pictures, for showing. Copies are left out as green tiles: a
-    result file must not hold pictures of a dataset."""
+    """Return the guesses in the order of the pictures trained on, for showing: it is these that a gradient knows.
+    Copies are left out as green tiles: a result file must not hold pictures of a dataset."""
     guess = to_pixels(found.inputs.to(sent.batch.inputs), data.mean, data.std).nan_to_num(nan=0.5)
     true, used = (to_pixels(batch.inputs, data.mean, data.std) for batch in (sent.batch, sent.trained_on))
-    tiles = metrics.aligned(guess, metrics.pair(guess, true))
+    tiles = metrics.aligned(guess, metrics.pair(guess, used))
     copied = torch.minimum(metrics.mse(tiles, true), metrics.mse(tiles, used)) < COPY
     return torch.where(copied.view(-1, 1, 1, 1), tiles.new_tensor(GREEN)[: tiles.shape[1]].view(-1, 1, 1), tiles)
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
 from . import cards
 from .figures import shown
 from .pages import table
@@ -74,6 +75,8 @@ EXAMPLE: dict[str, Any] = {
 
 def render(folder: Path) -> str:
     """Return the page for the cards in `folder / "cards"`; raises `ConfigError` for one that is not valid."""
+    if not folder.is_dir():  # a wrong path would write a page without cards over the real one
+        raise ConfigError(f"there is no folder {folder}: cards lie in cards/ of the recorded results (--results)")
     found = [cards.load(path) for path in sorted((folder / "cards").glob("*.json"))]
     threats = "\n".join(f"- **{name}**: {text}." for name, text in cards.THREATS.items())
     text, submit = HEAD.format(threats=threats), SUBMIT.format(example=json.dumps(EXAMPLE, indent=2))

@@ -16,6 +16,7 @@ from .weights import RUNS, copy_of
 # What may differ between a run and the table it stands in: where and how fast it ran, not what was trained.
 FREE = frozenset(
     {"root", "device", "engine", "precision", "deterministic", "eval_every", "wire_every", "checkpoint_every", "seed"}
+    | {"delta"}
 )
 SHOWN = ("model", "data", "defense", "algorithm", "local_steps", "alpha", "epochs", "rounds", "seed")
 ENDED = ("finished", "diverged")  # that a defense cannot be trained with is a result too

@@ -6,10 +6,19 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .. import data as datasets
-from ..data import Dataset
+from ..core import Step
+from ..data import Dataset, to_pixels
 from ..data.cifar import LAYOUTS
+from ..defenses import DEFENSES
 from ..errors import ConfigError
+from ..spec import build
+from ..training.job import fitted
+from ..veil import derive_rng
+from .attacked import client_name
 from .cells import AttackCell, TrainingCell, key
 from .figures import figures_of, results_of, shown
 from .scales import Scale
@@ -21,7 +30,8 @@ body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1e
 height:48px;display:block;max-width:100%}}img.plot{{height:auto}}td{{padding:.2em .8em .2em 0;vertical-align:middle}}
 p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:auto}}}}@media(max-width:45em){{
 td{{display:block}}}}</style></head><body><h1>{title}</h1><p class="note">{note}</p>
-<p>Above the originals, below what the attacker recovered; a green tile stands for a copy.</p>{body}
+<p>Above the originals, below what the attacker recovered; a green tile stands for a copy. Where a defense changes the
+pictures (ATS) the changed ones stand between, and it is these that a gradient gives away.</p>{body}
 </body></html>"""
 
 
@@ -49,21 +59,60 @@ def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[s
     if data not in loaded:
         loaded[data] = datasets.load(data, split="test", root=root)
     same = data not in LAYOUTS or results[0].get("digests", {}).get("test") == loaded[data].digest
-    originals = strip_bytes(loaded[data].pixels(results[0]["victims"][:STRIP])) if same else b""
     found = figures_of(entry, results)
     scores = ", ".join(
         f"{title} {shown(found[name].mean)}"
         for name, title in (("plain_ssim", "SSIM"), ("lpips", "LPIPS"))
         if name in found
     )
+    if results[0].get("transformed_scores"):
+        scores += " against the changed pictures" if entry.transformed else " against the originals"
+    strips = _strips(results[0], path, loaded[data] if same else None)
     pictures = "".join(
-        f'<img alt="{alt}" src="data:image/webp;base64,{base64.b64encode(raw).decode()}">'
-        for alt, raw in (("originals", originals), ("reconstructions", path.read_bytes()))
-        if raw
+        (f"<small>{escape(name)}</small>" if len(strips) != 2 else "")
+        + f'<img alt="{escape(name)}" src="data:image/webp;base64,{base64.b64encode(raw).decode()}">'
+        for name, raw in strips.items()
     )
     if not same:
-        pictures = f"<small>Attacked on another copy of {escape(data)}: no originals.</small>{pictures}"
+        pictures = f"<small>Attacked on another copy of {escape(data)}: no originals.</small> {pictures}"
     return f"<tr><td>{escape(entry.label)}<br><small>{escape(scores)}</small></td><td>{pictures}</td></tr>"
+
+
+def _strips(result: dict[str, Any], path: Path, data: Dataset | None) -> dict[str, bytes]:
+    """Return the strips to show, by what they are; without the data there are no originals."""
+    recovered = path.read_bytes()
+    if not result.get("transformed_scores"):
+        name, changed = "reconstructions", None
+    else:
+        ordered = "trained_on" in result.get("strip_order", "")
+        name = f"reconstructions, in the order of the {'changed pictures' if ordered else 'originals'}"
+        changed = None if data is None else trained_on(result, data)
+        if data is not None and changed is None:
+            name += " (the defense's changes were drawn on a GPU and cannot be shown without one)"
+    strips = {}
+    if data is not None:
+        strips["originals"] = strip_bytes(data.pixels(result["victims"][:STRIP]))
+    if changed is not None:
+        strips["the originals as the defense changed them"] = strip_bytes(changed)
+    return {**strips, name: recovered}
+
+
+def trained_on(result: dict[str, Any], data: Dataset) -> Tensor | None:
+    """Return the first attacked pictures as the defense changed them, by drawing again what the clients drew.
+
+    None where a GPU drew it and there is none here: its generator gives other numbers.
+    """
+    cell, device = AttackCell(**result["cell"]), torch.device(result["device"])
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return None
+    defense = fitted(build(DEFENSES, result["definition"]["defense"], "defense"), data)
+    parts = []
+    for i, group in enumerate(torch.tensor(result["victims"][:STRIP]).split(cell.batch_size)):
+        whole = result["victims"][i * cell.batch_size :][: cell.batch_size]  # all draw together
+        rng = derive_rng(cell.seed, client_name(cell, i), cell.rounds + result["waited"][i], device=device.type)
+        changed = defense.prepare_batch(data.batch(whole, device), Step(rng))
+        parts.append(changed.inputs[: len(group)])
+    return to_pixels(torch.cat(parts), data.mean, data.std)
 
 
 def _scatter(lines: list[Entry], folder: Path, scale: Scale) -> str:

@@ -91,6 +91,11 @@ def assemble(
                 settings.model, num_classes=train.num_classes, input_shape=train.input_shape, seed=settings.seed
             )
         model = defense.prepare_model(model).to(device).train()
+    if "per_example" in defense.needs and models.has_batchnorm(model):
+        raise ConfigError(
+            f"{defense.key()} takes per-example gradients, which BatchNorm has not while it trains: "
+            "take a model without it (lenet, cnn6 and mlp have none)"
+        )
     return Job(
         settings=settings,
         defense=defense,

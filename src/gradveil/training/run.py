@@ -17,6 +17,7 @@ from .fast import FastTrainer, unsupported
 from .job import Job, assemble
 from .log import Log, read_rounds
 from .loop import Trainer
+from .privacy import spent, stated
 from .rounds import Round
 from .settings import Settings
 
@@ -102,7 +103,8 @@ def _resolved(trainer: Trainer | FastTrainer) -> dict[str, str]:
 def _resolved_text(trainer: Trainer | FastTrainer) -> str:
     """Return what `auto` and `paper` came to as TOML comments: the settings themselves can be run on another device."""
     rates = ", ".join(f"{epoch}:{rate:g}" for epoch, rate in trainer.job.settings.schedule())
-    lines = {"lr": rates, **_resolved(trainer), "rounds": trainer.job.rounds}
+    private = stated(spent(trainer.job, trainer.job.rounds))
+    lines = {"lr": rates, **_resolved(trainer), "rounds": trainer.job.rounds, "differential privacy": private}
     return "".join(f"# resolved: {name} = {json.dumps(value)}\n" for name, value in lines.items())
 
 
@@ -128,6 +130,8 @@ def summary(trainer: Trainer | FastTrainer, status: str, rounds: list[dict[str, 
         "digests": job.digests,
         "environment": record.environment(),
         "rounds_done": trainer.round,
+        # A run that diverged may have sent in rounds that were not counted.
+        "privacy": spent(job, job.rounds if status == "diverged" else trainer.round),
         "seconds": seconds,
         "seconds_per_round": seconds / len(rounds) if rounds else None,
         "accuracy": evaluated[-1]["accuracy"] if evaluated else None,

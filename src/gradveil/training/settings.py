@@ -8,7 +8,7 @@ from .. import check
 
 PAPER_RATES = {"lenet": "0.1, 50:0.01, 70:0.005"}
 PAPER_RATES_OTHERS = "0.01, 70:0.005"
-MAY_CHANGE = frozenset({"root", "device", "epochs", "rounds", "eval_every", "checkpoint_every", "wire_every"})
+MAY_CHANGE = frozenset({"root", "device", "epochs", "rounds", "eval_every", "checkpoint_every", "wire_every", "delta"})
 
 
 def _option(default: Any, text: str) -> Any:
@@ -51,6 +51,7 @@ class Settings:
     checkpoint_every: int = _option(500, "Write a checkpoint after this many rounds; 0: only at the end.")
     seed: int = _option(0, "Settles the initial weights, who holds what, the batches and the noise.")
     size: int = _option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
+    delta: float = _option(1e-5, "Where the defense is differentially private, state epsilon at this delta.")
 
     def __post_init__(self) -> None:
         check.one_of(("fedsgd", "fedavg"), algorithm=self.algorithm)
@@ -63,7 +64,8 @@ class Settings:
         check.at_least(0, size=self.size, participants=self.participants, rounds=self.rounds, seed=self.seed)
         check.at_least(0, wire_every=self.wire_every, checkpoint_every=self.checkpoint_every)
         check.non_negative(alpha=self.alpha, weight_decay=self.weight_decay)
-        check.fraction(momentum=self.momentum)
+        check.fraction(momentum=self.momentum, delta=self.delta)
+        check.positive(delta=self.delta)
         if self.seed >= 2**63:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
         if self.participants > self.users:
