@@ -20,8 +20,8 @@ from gradveil.attacks import (
     see_through_gradients,
     watch,
 )
-from gradveil.attacks.adaptive import flat, understand
 from gradveil.attacks.bypass import before_bottleneck
+from gradveil.attacks.imitation import flat, understand
 from gradveil.core import ThreatModel
 from gradveil.defenses import (
     PRECODE,

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from gradveil.attacks import Chained, GradientMatching, Joint, RepeatedRounds
-from gradveil.attacks.adaptive import flat, forgets, freshness, shaped, understand
+from gradveil.attacks.adaptive import freshness
 from gradveil.attacks.averaging import combined
 from gradveil.attacks.bypass import UpToEncoder
+from gradveil.attacks.imitation import flat, forgets, shaped, understand
 from gradveil.attacks.rounds import accumulated, averaged, feeds_back
 from gradveil.defenses import (
     PRECODE,

@@ -12,9 +12,10 @@ from torch import Tensor
 from .. import check
 from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..models.inspect import has_batchnorm
-from .adaptive import Target, Understanding, aim, understand
+from .adaptive import Target, aim
 from .bypass import before_bottleneck
 from .cost import Labels, MatchingCost, Terms
+from .imitation import Understanding, understand
 from .labels import infer_labels
 from .optimise import Cost, Descent, minimise
 from .simulate import simulator
