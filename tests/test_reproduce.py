@@ -39,8 +39,8 @@ from gradveil.reproduce import (
 )
 from gradveil.reproduce.attacked import victims
 from gradveil.reproduce.cells import AttackCell, TrainingCell, definition, key
+from gradveil.reproduce.entry import Entry
 from gradveil.reproduce.figures import Figure
-from gradveil.reproduce.tables import Entry
 from gradveil.spec import build
 
 QUICK, FULL = SCALES["quick"], SCALES["full"]

@@ -12,9 +12,10 @@ from ..errors import ConfigError
 from ..spec import build, to_text
 from . import store
 from .cells import AttackCell
+from .entry import Entry
 from .figures import figures_of, results_of
 from .scales import SCALES, Scale
-from .tables import Entry, entries
+from .tables import entries
 
 SCHEMA = 1
 FEWEST = 20  # pictures of an attack on the first upload

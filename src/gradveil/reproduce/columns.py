@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from .cells import CostCell, TrainingCell
+from .entry import Entry
 from .figures import Figure, shown
-from .tables import Entry
 
 Found = dict[str, Figure]
 Column = tuple[str, Callable[[Entry, Found], str]]

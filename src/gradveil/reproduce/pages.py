@@ -8,10 +8,11 @@ from typing import Any
 from ..errors import ConfigError
 from .cells import AttackCell, key
 from .columns import Found, columns_for, paper_only
+from .entry import Entry
 from .figures import deviations, figures_of, results_of, shown, summarise
 from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
-from .tables import TABLES, Entry, entries
+from .tables import TABLES, entries
 
 HEAD = """# Results
 
