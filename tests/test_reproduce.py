@@ -29,6 +29,7 @@ from gradveil.reproduce import (
     cards,
     entries,
     figures,
+    own_cards,
     pages,
     run,
     runner,
@@ -501,7 +502,7 @@ def card(tmp_path: Path) -> dict[str, Any]:
     for attack, ssim in (("ig+mask", 0.98), ("gi+mask", 0.7), ("rob+fit", 0.97)):
         cell = FULL.attack(attack, "dgp")
         store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.01) | {"n": 20})
-    return cards.make("dgp", tmp_path)
+    return own_cards.make("dgp", tmp_path)
 
 
 def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any], tmp_path: Path) -> None:
@@ -515,7 +516,7 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
     assert "0.980 (blind 0.100), inverting_gradients" in page
     assert "0.250" in page
     with pytest.raises(ConfigError, match="no adaptive attack on topk"):
-        cards.make("topk", tmp_path)
+        own_cards.make("topk", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -573,7 +574,7 @@ def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:
         result = fake(cell, ssim, 0.4) | {"n": 20}
         result["scores"]["identified"] = [picked] * 4
         store.write(store.path_of(tmp_path, "full", cell), result)
-    card = cards.make("dgp", tmp_path)
+    card = own_cards.make("dgp", tmp_path)
     assert [(t["ssim"], t["identified"]) for t in card["threats"]] == [(0.2, 0.0), (0.1, 1.0)]
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "dgp.json").write_text(json.dumps(card))
@@ -584,7 +585,7 @@ def test_the_cards_of_this_repository_follow_its_results() -> None:
     for path in (RESULTS / "cards").glob("*.json"):
         card = cards.load(path)
         if card["by"] == "gradveil":
-            made = cards.make(card["defense"], RESULTS)
+            made = own_cards.make(card["defense"], RESULTS)
             assert card == made, f"run: gradveil leaderboard card {card['defense']}, then gradveil leaderboard render"
 
 

@@ -7,7 +7,7 @@ import typer
 
 from .. import record
 from ..errors import ConfigError
-from ..reproduce import board, cards
+from ..reproduce import board, cards, own_cards
 from . import app, out
 
 group = typer.Typer(no_args_is_help=True, help="What each defense withstands: cards and the page made of them.")
@@ -37,7 +37,7 @@ def card(
 ) -> None:
     """Make a defense's card from the recorded full-scale results: the worst adaptive attack of each kind."""
     path = folder / "cards" / f"{defense}.json"
-    made = cards.make(defense, folder)
+    made = own_cards.make(defense, folder)
     if wrong := cards.problems(made):
         raise ConfigError(f"the recorded results do not make a card of {defense} yet: " + "; ".join(wrong))
     record.write_json(path, made)
