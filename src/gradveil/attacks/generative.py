@@ -26,12 +26,10 @@ from .bypass import before_bottleneck
 from .cma import minimise_blindly
 from .cost import MatchingCost, Terms
 from .labels import infer_labels
+from .memory import CPU_BYTES, candidates_within
 from .optimise import Descent, minimise
 from .simulate import Simulator, simulator
 from .space import alike, device_of
-
-CPU_BYTES = 2**30  # working memory of the candidates tried together on a CPU
-COPIES = 8  # vectors as long as the gradient that one candidate needs
 
 
 @dataclass(frozen=True)
@@ -219,7 +217,7 @@ def _rows_at_once(seen: Observation) -> int:
     """Return how many candidates fit into memory together."""
     device = device_of(seen)
     room = CPU_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[0] // 2
-    return max(room // (COPIES * 4 * sum(g.numel() for g in seen.grads.values())), 1)
+    return candidates_within(room, seen)
 
 
 @contextlib.contextmanager
