@@ -37,7 +37,9 @@ def freshness(seen: Observation, known: Understanding) -> Tensor | float:
     before = [one for one in seen.earlier if one.round == seen.round - 1]
     if not before or not forgets(seen.defense):
         return 1.0
-    return torch.where(known.arrived(before[0].grads), 1.0, STALE)
+    # Earlier uploads are whole, also where the model of this one was cut off.
+    last = {name: before[0].grads[name.removeprefix(INNER)] for name in seen.grads}
+    return torch.where(known.arrived(last), 1.0, STALE)
 
 
 def looks_pruned(grads: Grads) -> bool:
