@@ -25,6 +25,7 @@ from .adaptive import Target, aim
 from .bypass import before_bottleneck
 from .cma import minimise_blindly
 from .cost import MatchingCost, Terms
+from .imitation import understand
 from .labels import infer_labels
 from .memory import CPU_BYTES, candidates_within
 from .optimise import Descent, minimise
@@ -88,9 +89,10 @@ class GGL(Attack):
         return [found[i] for i in range(len(seen))]
 
     def _begin(self, seen: Observation, view: Observation) -> "_Latents":
-        classes = infer_labels(seen) if seen.labels is None else seen.labels.to(device_of(seen))
+        known = understand(seen)  # not of the view: the defense runs on whole gradients
+        classes = infer_labels(seen, known) if seen.labels is None else seen.labels.to(device_of(seen))
         labels = classes if view.labels is None else view.labels.to(classes.device)
-        target = aim(view, masked=self.masked)
+        target = aim(view, known, masked=self.masked)
         return _Latents(view, _generator(seen), classes[None], labels[None], [target], self.plausible)
 
     def _search(self, searches: "Sequence[_Latents]", rngs: Sequence[torch.Generator]) -> list[Reconstruction]:
