@@ -20,8 +20,8 @@ from gradveil.attacks import (
     see_through_gradients,
     watch,
 )
-from gradveil.attacks.adaptive import flat, understand
 from gradveil.attacks.bypass import before_bottleneck
+from gradveil.attacks.imitation import flat, understand
 from gradveil.core import ThreatModel
 from gradveil.defenses import (
     PRECODE,
@@ -178,6 +178,21 @@ def test_a_bottleneck_is_gone_round():
     naive = replace(QUICK, masked="never", weighting="none")
     assert not naive.adaptive
     assert ssim(QUICK, seen, pair) > ssim(naive, seen, pair) + 0.1
+
+
+def test_names_of_a_model_do_not_hide_what_its_defense_does():
+    """`inner` is what wrappers like to call the model they hold."""
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    seen = uploads(Wrapped().eval(), ONES[:1], GaussianNoise(0.1))[0]
+    assert QUICK.aim(seen).noise > 0.1
 
 
 def test_a_pruned_bottleneck_is_completed_and_gone_round():

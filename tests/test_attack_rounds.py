@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from gradveil.attacks import Chained, GradientMatching, Joint, RepeatedRounds
-from gradveil.attacks.adaptive import flat, forgets, freshness, shaped, understand
+from gradveil.attacks.adaptive import freshness
 from gradveil.attacks.averaging import combined
-from gradveil.attacks.bypass import UpToEncoder
+from gradveil.attacks.bypass import UpToEncoder, before_bottleneck
+from gradveil.attacks.imitation import flat, forgets, shaped, understand
 from gradveil.attacks.rounds import accumulated, averaged, feeds_back
 from gradveil.defenses import (
     PRECODE,
@@ -78,6 +79,15 @@ def test_repeating_the_model_goes_round_a_bottleneck_too():
     assert isinstance(view.model, UpToEncoder)
     assert torch.equal(target.sent, flat(view.grads))
     assert torch.isfinite(RepeatedRounds(replace(QUICK, steps=2)).run(seen, rngs(1)[0]).inputs).all()
+
+
+def test_a_bottleneck_is_gone_round_in_later_rounds_too():
+    defense = Chain(PRECODE(latent=32), ErrorFeedback(TopK(keep=0.9)))
+    seen = rounds(defense.prepare_model(model()), THREE, defense)
+    view = before_bottleneck(seen)
+    assert isinstance(view.model, UpToEncoder)
+    assert len(freshness(view, understand(seen))) == len(flat(view.grads))
+    assert torch.isfinite(replace(QUICK, steps=2).run(seen, rngs(1)[0]).inputs).all()
 
 
 def test_summed_tensors_count_by_what_noise_is_left_in_them():

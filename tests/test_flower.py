@@ -747,7 +747,7 @@ def test_a_file_carries_the_residual_over_runs_and_servers(tmp_path: Path) -> No
 
 
 def test_a_state_too_large_for_flower_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradveil.engines.flower.CONTEXT_BYTES", 1000)
+    monkeypatch.setattr("gradveil.engines.flower_memory.CONTEXT_BYTES", 1000)
     strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
     assert run(strategy, LocalGrid(make_app(VeilMod(dgp()))), rounds=1) == {}
     assert "gradveil-dir" in strategy.rejected[0].reason

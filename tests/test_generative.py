@@ -11,9 +11,11 @@ from typer.testing import CliRunner
 
 from gradveil import Batch, Defense, DualPrune, Identity, Observation, ThreatModel, Veil, observe
 from gradveil.attacks import missing, watch
+from gradveil.attacks.bypass import before_bottleneck
 from gradveil.attacks.cma import minimise_blindly
 from gradveil.attacks.generative import GGL
 from gradveil.data import load
+from gradveil.defenses import PRECODE, Chain, GaussianNoise
 from gradveil.errors import ConfigError, NeedError, StateError
 from gradveil.generator import Generator, GeneratorSettings, load_generator, save_generator, train_generator
 from gradveil.gradients import parameters
@@ -38,7 +40,7 @@ def victim(generator: nn.Module, defense: Defense, prior: object, seed: int = 1)
     label = torch.tensor([1])
     with torch.no_grad():
         inputs = (generator(latent, label) - 0.5) / 0.25
-    model = build("lenet", num_classes=3, input_shape=(3, 16, 16), seed=seed)
+    model = defense.prepare_model(build("lenet", num_classes=3, input_shape=(3, 16, 16), seed=seed))
     batch = Batch(inputs, label)
     payload = Veil(defense, parameters(model), seed=0).protect(model, cross_entropy, batch)
     threat = ThreatModel(prior=True)
@@ -92,6 +94,15 @@ def test_uploads_attacked_together_fare_as_each_alone(generator, attack):
     for mine, theirs in zip(attack.run_many(seen, [rng() for _ in seen]), alone, strict=True):
         torch.testing.assert_close(mine.inputs, theirs.inputs, rtol=1e-3, atol=1e-3)
         assert mine.loss == pytest.approx(theirs.loss, abs=1e-4)
+
+
+def test_the_way_round_a_bottleneck_does_not_hide_the_rest_of_the_defense(generator):
+    defense = Chain(PRECODE(latent=8), GaussianNoise(0.1))
+    seen, _ = victim(generator, defense, generator)
+    view = before_bottleneck(seen)
+    assert view is not seen
+    (target,) = GGL()._begin(seen, view).targets
+    assert target.noise > 0.01
 
 
 def test_the_prior_must_be_granted_and_be_a_generator(generator):

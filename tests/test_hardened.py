@@ -20,8 +20,8 @@ from gradveil.gradients import gradient as plain_gradient
 from gradveil.models import build as build_model
 from gradveil.spec import build, to_text
 from gradveil.training import Settings, assemble
-from gradveil.training.flat import Layout
-from gradveil.training.protectors import Noisy, Rows, protector_for
+from gradveil.training.flat import Layout, Rows
+from gradveil.training.protectors import Noisy, protector_for
 
 N = 20_000
 GRID = [2 ** (k / 4) for k in range(-128, 257)]

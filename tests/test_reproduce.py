@@ -31,6 +31,7 @@ from gradveil.reproduce import (
     cards,
     entries,
     figures,
+    own_cards,
     pages,
     run,
     runner,
@@ -41,8 +42,8 @@ from gradveil.reproduce import (
 )
 from gradveil.reproduce.attacked import victims
 from gradveil.reproduce.cells import AttackCell, TrainingCell, definition, key
+from gradveil.reproduce.entry import Entry
 from gradveil.reproduce.figures import Figure
-from gradveil.reproduce.tables import Entry
 from gradveil.spec import build
 
 QUICK, FULL = SCALES["quick"], SCALES["full"]
@@ -542,7 +543,7 @@ def card(tmp_path: Path) -> dict[str, Any]:
     for attack, ssim in (("ig+mask", 0.98), ("gi+mask", 0.7), ("rob+fit", 0.97)):
         cell = FULL.attack(attack, "dgp")
         store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.01) | {"n": 20})
-    return cards.make("dgp", tmp_path)
+    return own_cards.make("dgp", tmp_path)
 
 
 def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any], tmp_path: Path) -> None:
@@ -556,7 +557,7 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
     assert "0.980 (blind 0.100), inverting_gradients" in page
     assert "0.250" in page
     with pytest.raises(ConfigError, match="no adaptive attack on topk"):
-        cards.make("topk", tmp_path)
+        own_cards.make("topk", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -614,7 +615,7 @@ def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:
         result = fake(cell, ssim, 0.4) | {"n": 20}
         result["scores"]["identified"] = [picked] * 4
         store.write(store.path_of(tmp_path, "full", cell), result)
-    card = cards.make("dgp", tmp_path)
+    card = own_cards.make("dgp", tmp_path)
     assert [(t["ssim"], t["identified"]) for t in card["threats"]] == [(0.2, 0.0), (0.1, 1.0)]
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "dgp.json").write_text(json.dumps(card))
@@ -625,7 +626,7 @@ def test_the_cards_of_this_repository_follow_its_results() -> None:
     for path in (RESULTS / "cards").glob("*.json"):
         card = cards.load(path)
         if card["by"] == "gradveil":
-            made = cards.make(card["defense"], RESULTS)
+            made = own_cards.make(card["defense"], RESULTS)
             assert card == made, f"run: gradveil leaderboard card {card['defense']}, then gradveil leaderboard render"
 
 

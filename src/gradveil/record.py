@@ -49,11 +49,17 @@ def commit() -> str | None:
 
 
 def write_json(path: str | Path, value: Any) -> None:
-    """Write plain data as JSON, atomically: a kill leaves the old file or the new one."""
+    """Write plain data as JSON, atomically; makes the folder if there is none."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text, atomically: a kill leaves the old file or the new one."""
+    path = Path(path)
     scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+    scratch.write_text(text, encoding="utf-8")
     scratch.replace(path)
 
 

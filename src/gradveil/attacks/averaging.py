@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core import Grads
-from .adaptive import Imitation
+from .imitation import Imitation
 
 WARM_UP = 2  # rounds before the first one seen, after which the noise of a client is like that of any later round
 SAMPLE = 2**18  # entries that tell how noise hangs together

@@ -11,7 +11,7 @@ from ..core import Observation
 from ..defenses.precode import Bottleneck
 from .completion import complete
 
-INNER = "inner."  # goes before the names of a model's parameters once it is cut off
+INNER = "gradveil_inner."  # goes before the names of a model's parameters once it is cut off; no model has it itself
 RESTARTS = 3  # of the completion, while it does not fit
 COMPLETED = 1e-2  # relative misfit up to which what arrived counts as an outer product
 
@@ -21,7 +21,7 @@ class UpToEncoder(nn.Module):
 
     def __init__(self, inner: nn.Module, encoder: str) -> None:
         super().__init__()
-        self.inner, self.encoder = inner, encoder
+        self.gradveil_inner, self.encoder = inner, encoder
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the encoder's output."""
@@ -30,9 +30,9 @@ class UpToEncoder(nn.Module):
         def keep(_module: nn.Module, _args: Any, out: Tensor) -> None:
             caught.append(out)
 
-        hook = self.inner.get_submodule(self.encoder).register_forward_hook(keep)
+        hook = self.gradveil_inner.get_submodule(self.encoder).register_forward_hook(keep)
         try:
-            self.inner(x)
+            self.gradveil_inner(x)
         finally:
             hook.remove()
         return caught[0]

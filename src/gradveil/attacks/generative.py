@@ -25,13 +25,12 @@ from .adaptive import Target, aim
 from .bypass import before_bottleneck
 from .cma import minimise_blindly
 from .cost import MatchingCost, Terms
+from .imitation import understand
 from .labels import infer_labels
+from .memory import CPU_BYTES, candidates_within
 from .optimise import Descent, minimise
 from .simulate import Simulator, simulator
 from .space import alike, device_of
-
-CPU_BYTES = 2**30  # working memory of the candidates tried together on a CPU
-COPIES = 8  # vectors as long as the gradient that one candidate needs
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,10 @@ class GGL(Attack):
         return [found[i] for i in range(len(seen))]
 
     def _begin(self, seen: Observation, view: Observation) -> "_Latents":
-        classes = infer_labels(seen) if seen.labels is None else seen.labels.to(device_of(seen))
+        known = understand(seen)  # not of the view: the defense runs on whole gradients
+        classes = infer_labels(seen, known) if seen.labels is None else seen.labels.to(device_of(seen))
         labels = classes if view.labels is None else view.labels.to(classes.device)
-        target = aim(view, masked=self.masked)
+        target = aim(view, known, masked=self.masked)
         return _Latents(view, _generator(seen), classes[None], labels[None], [target], self.plausible)
 
     def _search(self, searches: "Sequence[_Latents]", rngs: Sequence[torch.Generator]) -> list[Reconstruction]:
@@ -219,7 +219,7 @@ def _rows_at_once(seen: Observation) -> int:
     """Return how many candidates fit into memory together."""
     device = device_of(seen)
     room = CPU_BYTES if device.type == "cpu" else torch.cuda.mem_get_info(device)[0] // 2
-    return max(room // (COPIES * 4 * sum(g.numel() for g in seen.grads.values())), 1)
+    return candidates_within(room, seen)
 
 
 @contextlib.contextmanager

@@ -10,8 +10,9 @@ from .. import check
 from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..errors import NeedError
 from . import objectives
-from .adaptive import Target, flat, forgets
+from .adaptive import Target
 from .cost import Comparison
+from .imitation import flat, forgets
 from .labels import infer_labels
 from .matching import GradientMatching
 from .optimise import minimise

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..core import Observation
 from ..errors import NeedError
 from ..models.inspect import last_linear
-from .adaptive import Understanding, shaped, understand
+from .imitation import Understanding, shaped, understand
 from .space import box, device_of, unit
 
 HOLES = 0.4  # share of exact zeros from which a gradient counts as pruned

@@ -1,30 +1,26 @@
 """Gradient matching: search for pictures whose gradient looks like the one that was sent."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .. import check
 from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..models.inspect import has_batchnorm
-from .adaptive import Target, Understanding, aim, understand
+from .adaptive import Target, aim
 from .bypass import before_bottleneck
 from .cost import Labels, MatchingCost, Terms
-from .labels import infer_labels
+from .imitation import Understanding, understand
+from .label_search import first_labels, found_labels
+from .memory import CPU_BYTES, candidates_within, in_halves
 from .optimise import Cost, Descent, minimise
 from .simulate import simulator
 from .space import alike, box, device_of, enlarge, start, trained_statistics, unit
 
-log = logging.getLogger(__name__)
-
-CPU_BYTES = 2**30  # working memory of one group of candidates on a CPU; beyond it, going on in turns is as fast
 NOISY = 1.5  # total variation per share of noise, where there are as many equations as pixels; found by experiment
-COPIES = 8  # vectors as long as the gradient that one candidate needs
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ class GradientMatching(Attack):
             size = max(self._candidates(seen[group[0]]) // self.restarts, 1)
             for i in range(0, len(group), size):
                 part = group[i : i + size]
-                found |= dict(zip(part, self._fitting([clients[j] for j in part]), strict=True))
+                found |= dict(zip(part, in_halves(self._together, [clients[j] for j in part]), strict=True))
         return [found[i] for i in range(len(seen))]
 
     def _in_turns(
@@ -196,29 +192,17 @@ class GradientMatching(Attack):
         if self.chunk is not None:
             return self.chunk
         if device_of(seen).type == "cuda":
-            return 2**30
-        return max(CPU_BYTES // (COPIES * 4 * sum(g.numel() for g in seen.grads.values())), 1)
-
-    def _fitting(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
-        """Attack them together, or in halves where the memory of the GPU does not do."""
-        try:
-            return self._together(clients)
-        except torch.cuda.OutOfMemoryError:
-            if len(clients) == 1:
-                raise
-        torch.cuda.empty_cache()
-        log.info("%d uploads do not fit the GPU together: attacking them in halves", len(clients))
-        half = len(clients) // 2
-        return [*self._fitting(clients[:half]), *self._fitting(clients[half:])]
+            return 2**30  # all of them: what does not fit is halved
+        return candidates_within(CPU_BYTES, seen)
 
     def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
-        each, views = self.restarts, [c.view for c in clients]
+        each, views, joint = self.restarts, [c.view for c in clients], self.labels == "joint"
         first = views[0]
         known = self._known(clients)
         aims = [c.target or self.aim(c.view, k) for c, k in zip(clients, known, strict=True)]
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
         begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
-        labels, searched = self._labels(views, known, rngs)
+        labels, searched = first_labels(joint, views, known, rngs)
         begin += searched
         cost: Cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
         if self.coarse:
@@ -230,7 +214,9 @@ class GradientMatching(Attack):
             found[0] = enlarge(found[0], first.input_shape)
         best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each
         return [
-            Reconstruction(found[0][i], self._named(c, k, found, labels, i), float(losses[i]), {"steps": done})
+            Reconstruction(
+                found[0][i], found_labels(joint, c.seen, k, found, labels, i), float(losses[i]), {"steps": done}
+            )
             for c, k, i in zip(clients, known, best.tolist(), strict=True)
         ]
 
@@ -244,35 +230,6 @@ class GradientMatching(Attack):
             if self.adaptive and c.target is None and c.seen.round not in known:
                 known[c.seen.round] = understand(c.seen)
         return [Understanding() if c.target else known.get(c.seen.round, Understanding()) for c in clients]
-
-    def _labels(
-        self, views: Sequence[Observation], known: Sequence[Understanding], rngs: Sequence[torch.Generator]
-    ) -> tuple[Labels, list[Tensor]]:
-        """Return the labels of all rows, or how they come from a further variable, and where that begins."""
-        device, each, first = device_of(views[0]), self.restarts, views[0]
-        if self.labels == "joint":
-            shape = (first.num_examples, first.num_classes)
-            logits = torch.stack([torch.randn(shape, generator=rng) for rng in rngs]).to(device)
-            return (lambda searched: searched.softmax(-1)), [logits]
-        each_view = zip(views, known, strict=True)
-        read = [infer_labels(v, k) if v.labels is None else v.labels.to(device) for v, k in each_view]
-        labels = torch.stack(read).repeat_interleave(each, 0)
-        if not labels.is_floating_point() or first.num_examples == 1:
-            return labels, []
-        # The mean of unknown slopes (see `bypass`): search them from there, in units of their size.
-        size = labels.square().mean((1, 2), keepdim=True).sqrt().clamp_min(1e-30)
-        spread = torch.stack([torch.randn(labels.shape[1:], generator=rng) for rng in rngs]).to(device)
-        return (lambda searched: searched * size), [labels / size + 0.1 * spread]
-
-    def _named(
-        self, client: "_Client", known: Understanding, found: Sequence[Tensor], labels: Labels, row: int
-    ) -> Tensor:
-        if self.labels == "joint":
-            return found[1][row].argmax(-1)
-        if client.seen.labels is not None:
-            return client.seen.labels
-        plain = isinstance(labels, Tensor) and not labels.is_floating_point()
-        return labels[row] if plain and isinstance(labels, Tensor) else infer_labels(client.seen, known)
 
 
 def enlarged(cost: Cost, shape: tuple[int, ...]) -> Cost:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from ..core import Observation
-from .adaptive import understand
+from .imitation import understand
 
 CAUTION = 1.5  # times the size up to which an entry may be noise alone: an exact solver suffers more from one equation
 # that is wrong than from many that are missing, and of a million entries some exceed any usual bound

@@ -13,10 +13,11 @@ from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
 from ..defenses import Chain
 from ..errors import NeedError
 from ..gradients import parameters
-from .adaptive import Behaviour, Target, Understanding, flat, forgets, shaped, understand
+from .adaptive import Target
 from .averaging import WARM_UP, combined, noise_left, noise_over
 from .bypass import INNER, before_bottleneck
 from .capture import full_precision
+from .imitation import Behaviour, Understanding, flat, forgets, shaped, understand
 from .matching import GradientMatching
 from .simulate import simulator
 from .space import alike

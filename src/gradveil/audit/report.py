@@ -1,25 +1,22 @@
 """The report as plain data: one JSON file is the truth, every page and table is a pure function of it.
 
-Lists of scores hold one value per attacked picture, in the order of `ColumnInfo.pictures`. A value that is not a
-number (an attack that diverged, say) is `null` in the file and NaN here.
+Lists of scores hold one value per attacked picture, in the order of `ColumnInfo.pictures`: NaN if an attack diverged.
 """
 
 import json
-import math
-import os
-import types
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
+from .. import record
 from ..errors import ConfigError
+from .plain import finite, read
 
 SCHEMA = 2
 Column = Literal["diagnostic", "realistic"]
 COLUMNS: tuple[Column, ...] = ("diagnostic", "realistic")
 Status = Literal["ok", "refused", "skipped", "failed"]
 Verdict = Literal["leaks", "holds", "incomplete"]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -229,10 +226,7 @@ class Report:
 
     def save(self, path: str | Path) -> None:
         """Write the JSON, atomically: a kill leaves the old file or the new one."""
-        path = Path(path)
-        scratch = path.with_name(path.name + ".tmp")
-        scratch.write_text(self.to_json(), encoding="utf-8")
-        os.replace(scratch, path)
+        record.write_text(path, self.to_json())
 
     @staticmethod
     def from_json(text: str) -> "Report":
@@ -244,7 +238,7 @@ class Report:
         found = data.get("schema") if isinstance(data, dict) else None
         if found != SCHEMA:
             raise ConfigError(f"this is not a report of schema {SCHEMA} (found {found!r}): run the audit again")
-        return _read(Report, data, "report")
+        return read(Report, data, "report")
 
     @staticmethod
     def load(path: str | Path) -> "Report":
@@ -254,54 +248,3 @@ class Report:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the report {path}: {error}") from error
         return Report.from_json(text)
-
-
-def finite(value: Any) -> Any:
-    """Return plain data with None for every number that is not finite, as JSON wants it."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return value
-
-
-def _read(kind: type[T], data: Any, where: str) -> T:
-    """Return `data` as the dataclass `kind`: unknown or missing keys and wrong types are refused by name."""
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where} must be a table, got {type(data).__name__}")
-    hints = get_type_hints(kind)
-    names = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    unknown = sorted(data.keys() - set(names))
-    if unknown:
-        raise ConfigError(f"{where} has an unknown key {unknown[0]!r}")
-    values = {name: _value(hints[name], data[name], f"{where}.{name}") for name in names if name in data}
-    try:
-        return kind(**values)
-    except TypeError as error:
-        raise ConfigError(f"{where} is incomplete: {error}") from error
-
-
-def _value(hint: Any, data: Any, where: str) -> Any:
-    origin, args = get_origin(hint), get_args(hint)
-    if is_dataclass(hint):
-        return _read(hint, data, where)  # type: ignore[arg-type]
-    if hint is Any:
-        return data
-    if origin in (Union, types.UnionType):
-        inner = next(a for a in args if a is not type(None))
-        return None if data is None else _value(inner, data, where)
-    if origin is Literal and data in args:
-        return data
-    if origin is list and isinstance(data, list):
-        return [_value(args[0], item, f"{where}[{i}]") for i, item in enumerate(data)]
-    if origin is dict and isinstance(data, dict):
-        return {key: _value(args[1], item, f"{where}.{key}") for key, item in data.items()}
-    if hint is float and data is None:
-        return math.nan
-    if hint is float and isinstance(data, int | float) and not isinstance(data, bool):
-        return float(data)
-    if hint in (int, str, bool) and type(data) is hint:
-        return data
-    raise ConfigError(f"{where} is {data!r:.60}, which is not {getattr(hint, '__name__', hint)}")

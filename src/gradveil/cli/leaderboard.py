@@ -8,7 +8,7 @@ import typer
 
 from .. import record
 from ..errors import ConfigError
-from ..reproduce import SCALES, board, cards, entries
+from ..reproduce import SCALES, board, cards, entries, own_cards
 from . import app, out
 
 group = typer.Typer(no_args_is_help=True, help="What each defense withstands: cards and the page made of them.")
@@ -43,7 +43,7 @@ def card(
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(f"no table has a defense {defense!r}: {hint}Known: {', '.join(sorted(known))}")
     path = folder / "cards" / f"{defense}.json"
-    made = cards.make(defense, folder)
+    made = own_cards.make(defense, folder)
     if wrong := cards.problems(made):
         raise ConfigError(f"the recorded results do not make a card of {defense} yet: " + "; ".join(wrong))
     record.write_json(path, made)

@@ -26,42 +26,15 @@ from ..veil import Veil
 from . import flower_records as records
 from .fit import find, refuse_unfit
 from .flower_download import held, receive
-from .flower_guard import notes_on, recall
+from .flower_guard import recall
+from .flower_memory import Store, notes_of, save, store_of
 from .store import Courier, FileStore, Upload
 
 Handler = Callable[[Message, Context], Message]
 
-CONTEXT_BYTES = 25_000_000  # Flower loses larger node states without an error
 REFUSED = 6  # Flower's code for a mod whose conditions are not met
 DEFAULT_GUARD = Guard(jump=None)  # a client may be asked rarely, and much can change between two requests
 log = logging.getLogger("flwr.gradveil")
-
-
-@dataclass(frozen=True)
-class ContextStore:
-    """A client's memory in Flower's node state: kept for one run, gone when the SuperNode restarts."""
-
-    context: Context
-
-    def load(self) -> Tensors:
-        """Return what was saved last."""
-        record = self.context.state.array_records.get(records.OURS)
-        return {} if record is None else records.tensors_of(record)
-
-    def save(self, tensors: Tensors) -> None:
-        """Replace what is there, unless it is more than Flower carries safely."""
-        size = sum(t.nbytes for t in tensors.values())
-        if size > CONTEXT_BYTES:
-            raise StateError(
-                f"the residual takes {size / 1e6:.0f} MB, and Flower loses node states above "
-                f"{CONTEXT_BYTES / 1e6:.0f} MB: give the node a folder (--node-config 'gradveil-dir=\"/path\"')"
-            )
-        arrays = {name: Array(t.detach().cpu().contiguous().numpy()) for name, t in tensors.items()}
-        self.context.state[records.OURS] = ArrayRecord(arrays)
-
-    def claimed(self) -> contextlib.nullcontext[None]:
-        """Flower hands the state to one message at a time."""
-        return contextlib.nullcontext()
 
 
 @dataclass(frozen=True)
@@ -121,14 +94,14 @@ class VeilMod:
 
     def _train(self, message: Message, context: Context, call_next: Handler) -> Message:
         request = records.Request.read(message)
-        store = self._store(context, request.job)
+        store = store_of(request.job, context, self.folder)
         with contextlib.ExitStack() as claims:
             claims.enter_context(store.claimed())
             memory = store.load()
             if request.ask == "key":
                 return self._offer_key(message, store, memory)
             arrived, before = self._open_model(message, request, memory)
-            notes = self._notes(context, before)
+            notes = None if self.guard is None else notes_of(before, context, self.folder)
             if notes is not None:
                 claims.enter_context(notes.claimed())  # until saved: two jobs at once must not both find it unseen
             kept = {**held(request, arrived), **self._look_at(before, memory, notes)}
@@ -143,7 +116,7 @@ class VeilMod:
             grads = tree.sub(like, records.parameters_of(after, self.local))
             if request.ask == "mask":
                 proposal = {**records.mask_content(courier.veil.propose(grads)), **_held_record(request)}
-                _save(store, notes, {**memory, **kept})
+                save(store, notes, {**memory, **kept})
                 return Message(RecordDict(proposal), reply_to=message)
             upload = courier.send(grads, examples, mask)
             content = RecordDict({
@@ -153,14 +126,14 @@ class VeilMod:
                 records.OURS: ConfigRecord({"upload": upload.id, "round": request.round, **_holds(request)}),
             })  # fmt: skip
             own = tree.under("buffer", {n: t for n, t in after.items() if self._stays(n)})
-            _save(store, notes, {**courier.memory(), **own, **kept})  # last: nothing after it can fail
+            save(store, notes, {**courier.memory(), **own, **kept})  # last: nothing after it can fail
             return Message(content, reply_to=message)
 
     def _wrap(self, upload: Upload, request: records.Request, like: Grads, memory: Tensors) -> Array:
         """Return the array that leaves."""
         return records.blob(upload.payload.body, records.UPDATE)
 
-    def _offer_key(self, message: Message, store: FileStore | ContextStore, memory: Tensors) -> Message:
+    def _offer_key(self, message: Message, store: Store, memory: Tensors) -> Message:
         raise NeedError("the server wants secure aggregation: use SecureVeilMod")
 
     def _other(self, message: Message, context: Context, call_next: Handler) -> Message:
@@ -168,7 +141,7 @@ class VeilMod:
         known = {}
         if records.OURS in message.content.config_records:
             request = records.Request.read(message)
-            store = self._store(context, request.job)
+            store = store_of(request.job, context, self.folder)
             with store.claimed():
                 memory = store.load()
                 arrived, _ = self._open_model(message, request, memory)
@@ -245,27 +218,6 @@ class VeilMod:
         if name in self.local:
             return True
         return records.is_buffer(name) and (self.buffers == "local" or name.endswith("num_batches_tracked"))
-
-    def _store(self, context: Context, job: int) -> FileStore | ContextStore:
-        folder, part = self._place(context)
-        return ContextStore(context) if folder is None else FileStore(folder / f"{job:016x}-{part}.safetensors")
-
-    def _notes(self, context: Context, model: Tensors) -> FileStore | None:
-        """Return where the guard's memory outlives the job; None where it lives and ends with Flower's run."""
-        folder, part = self._place(context)
-        return None if folder is None or self.guard is None else notes_on(model, folder, part)
-
-    def _place(self, context: Context) -> tuple[Path | None, str]:
-        folder = context.node_config.get("gradveil-dir", self.folder)
-        part = str(context.node_config.get("partition-id", "node"))
-        return None if folder is None else Path(str(folder)), part
-
-
-def _save(store: FileStore | ContextStore, notes: FileStore | None, memory: Tensors) -> None:
-    """Save a client's memory, the guard's part first: a kill in between may refuse a model, never forget one."""
-    if notes is not None:
-        notes.save(tree.only("guard", memory))
-    store.save(memory)
 
 
 def _holds(request: records.Request) -> dict[str, int]:

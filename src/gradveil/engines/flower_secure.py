@@ -20,11 +20,12 @@ from .. import wire
 from ..core import Defense, Grads, Payload, Tensors
 from ..errors import EngineError, GradveilError, NeedError, WireError
 from . import flower_records as records
-from .flower import ContextStore, VeilMod
+from .flower import VeilMod
 from .flower_answers import Accepted, Round, content_of
+from .flower_memory import Store
 from .flower_strategy import VeiledFedAvg
 from .secure import FEWEST, add_up, blind, fixed_point_of, new_key
-from .store import FileStore, Upload
+from .store import Upload
 
 WORDS = "gradveil.words.v1"
 log = logging.getLogger("flwr.gradveil")
@@ -43,7 +44,7 @@ class SecureVeilMod(VeilMod):
         if "mask" not in self.defense.needs or self.buffers != "local":
             raise NeedError("secure aggregation needs an aligned defense, and buffers stay local")
 
-    def _offer_key(self, message: Message, store: FileStore | ContextStore, memory: Tensors) -> Message:
+    def _offer_key(self, message: Message, store: Store, memory: Tensors) -> Message:
         secret, public = new_key()
         store.save({**memory, "secret": torch.frombuffer(bytearray(secret), dtype=torch.uint8)})
         return Message(RecordDict({records.OURS: ConfigRecord({"public": public})}), reply_to=message)

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import store, trained
 from .cells import AttackCell, CostCell, TrainingCell, definition
-from .tables import Entry
+from .entry import Entry
 
 UNKNOWN = "no reason known yet."
 UNTESTED = "a guess, not tested:"

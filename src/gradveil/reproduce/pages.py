@@ -1,30 +1,19 @@
 """docs/results.md, rendered from the recorded results and nothing else."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .cells import AttackCell, CostCell, TrainingCell, key
-from .figures import Figure, deviations, figures_of, results_of, shown, summarise
+from .cells import AttackCell, key
+from .columns import Found, columns_for, paper_only
+from .entry import Entry
+from .figures import deviations, figures_of, results_of, shown, summarise
 from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
-from .tables import TABLES, Entry, entries
+from .tables import TABLES, entries
 
-Found = dict[str, Figure]
-Column = tuple[str, Callable[[Entry, Found], str]]
-
-PRINTED = {  # columns of what the paper prints -> its metric
-    "paper LPIPS": "lpips",
-    "paper SSIM7": "ssim",
-    "paper min LPIPS": "min_lpips",
-    "paper max SSIM7": "max_ssim",
-    "paper accuracy, %": "accuracy",
-    "paper prints, MiB": "mib",
-    "paper prints, s per epoch": "seconds",
-}
 HEAD = """# Results
 
 <!-- Rendered from results/ by `gradveil reproduce render`: change the results or the renderer, not this page. -->
@@ -139,7 +128,7 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     text = f"### {title}\n\n" + (f"{NOTES[title]}\n\n" if title in NOTES else "")
     if not any(results):
         return f"{text}Not run: {'; '.join(entry.label for entry in lines)}.\n"
-    columns = _columns(lines)
+    columns = columns_for(lines)
     attacked = isinstance(lines[0].cell, AttackCell)
     rows = [["", *(name for name, _ in columns), *(["n"] if attacked else []), "seeds", "run"]]
     run: list[tuple[Entry, Found]] = []
@@ -150,7 +139,7 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
             rows.append([entry.label, *cells, *count, ", ".join(str(_seed(r)) for r in found), _run(found)])
             run.append((entry, figure))
         elif entry.paper:
-            cells = [_paper_only(name, entry) for name, _ in columns]
+            cells = [paper_only(name, entry) for name, _ in columns]
             rows.append([entry.label, *cells, *([""] if attacked else []), "", "not run"])
     text += table(rows)
     missing = [entry.label for entry, found in zip(lines, results, strict=True) if not (found or entry.paper)]
@@ -170,59 +159,6 @@ def _sentences(title: str, run: list[tuple[Entry, Found]], said: dict[str, str])
 
 def _anchor(title: str) -> str:
     return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c == "-")
-
-
-def _columns(lines: list[Entry]) -> list[Column]:
-    """Return the columns a part needs: ours, and the paper's where it prints any."""
-    first = lines[0].cell
-    if isinstance(first, TrainingCell):
-        return _pair("accuracy, %", "accuracy", lines, 2)
-    if isinstance(first, CostCell):
-        counted: Column = ("paper's count, MiB", lambda _, f: shown(f["paper_mib"].mean))
-        cost = [*_pair("on the wire, MiB", "mib", lines), *_pair("our s per epoch", "seconds", lines)]
-        return [cost[0], counted, *cost[1:]]
-    found = [*_pair("LPIPS", "lpips", lines), *_pair("SSIM7", "ssim", lines)]
-    found += [("SSIM", _ours("plain_ssim", 3)), ("blind", lambda _, f: shown(f["blind"].mean))]
-    found += [("identified, % (blind)", _identified)]
-    if any("min_lpips" in entry.paper for entry in lines):
-        found += [*_pair("min LPIPS", "min_lpips", lines), *_pair("max SSIM7", "max_ssim", lines)]
-    if lines[0].part.startswith("Relative"):
-        found = [("distance", _ours("distance", 3)), ("PSNR", _ours("psnr", 1)), ("MSE", _ours("mse", 4)), *found]
-    return found
-
-
-def _pair(title: str, metric: str, lines: list[Entry], digits: int = 3) -> list[Column]:
-    pair: list[Column] = [(title, _ours(metric, digits))]
-    if any(metric in entry.paper for entry in lines):
-        heading = next(heading for heading, name in PRINTED.items() if name == metric)
-        pair.append((heading, lambda entry, _: _printed(entry, metric)))
-    return pair
-
-
-def _ours(metric: str, digits: int) -> Callable[[Entry, Found], str]:
-    def show(_: Entry, found: Found) -> str:
-        if metric not in found:
-            return "–"
-        figure = found[metric]
-        spread = f" ± {shown(figure.spread, digits)}" if figure.spread else ""
-        return f"{shown(figure.mean, digits)}{spread}"
-
-    return show
-
-
-def _identified(_: Entry, found: Found) -> str:
-    if "identified" not in found:
-        return "–"
-    floor = f" ({found['blind_identified'].mean:.0f})" if "blind_identified" in found else ""
-    return f"{found['identified'].mean:.0f}{floor}"
-
-
-def _printed(entry: Entry, metric: str) -> str:
-    return f"{entry.paper[metric]:g}" if metric in entry.paper else "–"
-
-
-def _paper_only(title: str, entry: Entry) -> str:
-    return _printed(entry, PRINTED[title]) if title in PRINTED else ""
 
 
 def _run(results: list[dict[str, Any]]) -> str:

@@ -20,10 +20,11 @@ from ..training.job import fitted
 from ..veil import derive_rng
 from .attacked import client_name
 from .cells import AttackCell, TrainingCell, key
+from .entry import Entry
 from .figures import figures_of, results_of, shown
 from .scales import Scale
 from .store import STRIP, strip_bytes
-from .tables import Entry, entries
+from .tables import entries
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;

@@ -15,9 +15,8 @@ from ..core import Batch, Tensors
 from ..gradients import parameters
 from ..veil import derive_rng
 from . import statistics
-from .flat import Layout
+from .flat import Layout, Rows
 from .job import Job
-from .protectors import Rows
 
 LANES = 10  # branches of the graph that may run at once
 SMALL_PICTURE = 512  # entries; on pictures of CIFAR's size a loop over the users is the faster one

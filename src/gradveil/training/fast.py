@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .. import tree
 from ..core import Batch
-from ..errors import ConfigError, StateError
+from ..errors import ConfigError, GradientError, StateError
 from . import statistics
 from .checkpoint import Checkpoint, load_checkpoint, require_same, save_checkpoint
 from .compute import LANES, Compute
 from .job import Job, evaluate, kernels, own_randomness
 from .probe import Probe
-from .protectors import protector_for, require_finite_losses
+from .protectors import protector_for
 from .rounds import Round
 
 CHUNK = {"cuda": 1000, "cpu": 10}  # rounds at most between two looks at the losses; a GPU must not be kept waiting
@@ -187,3 +187,10 @@ class FastTrainer:
     def _probe(self, index: int) -> Probe:
         sends_statistics = self.job.settings.batchnorm != "local"
         return Probe(self._compute, self._protector, index // self._wire_every, sends_statistics)
+
+
+def require_finite_losses(losses: Tensor, first_round: int) -> None:
+    """Raise `GradientError` naming the round in which training diverged."""
+    bad = (~torch.isfinite(losses).all(dim=1)).nonzero()
+    if len(bad):
+        raise GradientError(f"training diverged: the loss of round {first_round + int(bad[0])} is not finite")

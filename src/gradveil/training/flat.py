@@ -1,6 +1,7 @@
 """Named tensors side by side in one row, so that one kernel serves all of them."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,6 +52,27 @@ class Layout:
             out, channels, height, width = shape
             return part.view(out, height, width, channels).permute(0, 3, 1, 2)
         return part.view(shape)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The gradients of all users, one row each, and how a row is laid out."""
+
+    grads: Tensor  # [users, length]
+    layout: Layout
+
+    @property
+    def users(self) -> int:
+        """How many rows there are."""
+        return len(self.grads)
+
+    def scratch(self) -> Tensor:
+        """Return zeros of the same shape."""
+        return torch.zeros_like(self.grads)
+
+    def segments(self, rows: Tensor) -> list[Tensor]:
+        """Return every tensor of every user, flat."""
+        return [part for row in rows for part in self.layout.segments(row)]
 
 
 class InPlace:

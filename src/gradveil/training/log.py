@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from .. import record
 from ..errors import StateError
 from .rounds import Round
 
@@ -21,9 +22,7 @@ class Log:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         kept = [line for line in read_rounds(path) if line["index"] < next_round] if next_round else []
-        scratch = path.with_name(path.name + ".tmp")
-        scratch.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
-        scratch.replace(path)
+        record.write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = path.open("a", encoding="utf-8")
         self._board: Any = _tensorboard(folder, next_round)
 

@@ -1,84 +1,24 @@
-"""Defenses over the gradients of all users at once. What the pruning defenses do to one user they do here to all.
-
-A protector owns the users' defense states. `step` may overwrite the gradients and returns what is sent.
-"""
+"""One protector for each family of defenses. What the pruning defenses do to one user they do here to all."""
 
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import select, tree
-from ..core import Batch, Defense, Masks, State, Step
+from ..core import Batch, Defense, State, Step
 from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, GaussianNoise, Hardened, Identity, TopK
 from ..defenses.hardened import FASTEST_FALL, rms
 from ..errors import GradientError
 from ..select import gpu
 from ..veil import derive_rng
-from .flat import InPlace, Layout
+from .flat import InPlace, Rows
 from .job import Job
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The gradients of all users, one row each, and how a row is laid out."""
-
-    grads: Tensor  # [users, length]
-    layout: Layout
-
-    @property
-    def users(self) -> int:
-        """How many rows there are."""
-        return len(self.grads)
-
-    def scratch(self) -> Tensor:
-        """Return zeros of the same shape."""
-        return torch.zeros_like(self.grads)
-
-    def segments(self, rows: Tensor) -> list[Tensor]:
-        """Return every tensor of every user, flat."""
-        return [part for row in rows for part in self.layout.segments(row)]
-
-
-class Protector(ABC):
-    """One defense for all users."""
-
-    def __init__(self, defense: Defense, rows: Rows) -> None:
-        self.defense = defense
-        self.rows = rows
-        self.mask: Masks | None = None  # of the last aligned round
-
-    def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """Return the batches the gradients are to be computed on."""
-        return batches
-
-    @abstractmethod
-    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
-        """Protect the gradients of a round; return `[users, length]`."""
-
-    def average(self, round_: int, batches: Sequence[Batch], shares: Tensor | None) -> Tensor:
-        """Protect the gradients of a round; return only the mean, with these weights `[users, 1]` if any."""
-        sent = self.step(round_, batches)
-        return sent.mean(0) if shares is None else (sent * shares).sum(0)
-
-    def states(self) -> list[State]:
-        """Return the defense state of every user."""
-        return [{} for _ in range(self.rows.users)]
-
-    def load(self, states: Sequence[State]) -> None:  # noqa: B027  (most protectors have no state)
-        """Continue from `states`."""
-
-    def residual(self, user: int) -> Tensor | None:
-        """Return what is held back for a user, as a row."""
-        return None
-
-    def require_finite(self) -> None:  # noqa: B027  (only selection on a GPU reports late)
-        """Raise `GradientError` if a gradient since the last call was not finite."""
+from .protector import Feedback, Protector
 
 
 class Open(Protector):
@@ -88,28 +28,7 @@ class Open(Protector):
         return self.rows.grads
 
 
-class _Feedback(Protector):
-    """A protector that may hold residuals."""
-
-    def __init__(self, defense: Defense, rows: Rows, feedback: bool) -> None:
-        super().__init__(defense, rows)
-        self.held = rows.scratch() if feedback else None
-
-    def states(self) -> list[State]:
-        if self.held is None:
-            return super().states()
-        return [tree.under("residual", self.rows.layout.views(row)) for row in self.held]
-
-    def load(self, states: Sequence[State]) -> None:
-        if self.held is not None:
-            for row, state in zip(self.held, states, strict=True):
-                self.rows.layout.write(row, tree.only("residual", state))
-
-    def residual(self, user: int) -> Tensor | None:
-        return None if self.held is None else self.held[user]
-
-
-class Band(_Feedback):
+class Band(Feedback):
     """Dual pruning or Top-k, with or without error feedback."""
 
     def __init__(self, defense: Defense, operator: DualPrune | TopK, rows: Rows) -> None:
@@ -133,7 +52,7 @@ class Band(_Feedback):
         self._prune.require_finite()
 
 
-class Aligned(_Feedback):
+class Aligned(Feedback):
     """ADGP: positions from one user's gradient, values from everybody's."""
 
     def __init__(self, defense: Defense, operator: AlignedDualPrune, rows: Rows, job: Job) -> None:
@@ -169,7 +88,7 @@ class Aligned(_Feedback):
         self._top.require_finite()
 
 
-class Noisy(_Feedback):
+class Noisy(Feedback):
     """The hardened release for all users at once."""
 
     def __init__(self, defense: Hardened, rows: Rows, job: Job) -> None:
@@ -310,10 +229,3 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
 def _visible(values: Tensor) -> Tensor:
     """Return the values with zeros made just visible, so that a selected zero can be told from a removed entry."""
     return torch.where(values == 0, torch.finfo(values.dtype).tiny, values)
-
-
-def require_finite_losses(losses: Tensor, first_round: int) -> None:
-    """Raise `GradientError` naming the round in which training diverged."""
-    bad = (~torch.isfinite(losses).all(dim=1)).nonzero()
-    if len(bad):
-        raise GradientError(f"training diverged: the loss of round {first_round + int(bad[0])} is not finite")
