@@ -187,16 +187,18 @@ def draw_picture(store: Store, model: str, picture: Path) -> None:
     figure, axes = plt.subplots(figsize=(10, 6))
     points.sort()
     largest = max((point[2] for point in points), default=1.0)
-    for place, (leak, accuracy, up, defense) in enumerate(points):
-        dots = axes.scatter(accuracy, leak, s=20 + 300 * up / largest, alpha=0.6)
+    dots = [axes.scatter(accuracy, leak, s=20 + 300 * up / largest, alpha=0.6) for leak, accuracy, up, _ in points]
+    low, high = axes.get_ylim()
+    heights = _apart([(point[0] - low) / (high - low) for point in points])
+    for height, dot, (leak, accuracy, up, defense) in zip(heights, dots, points, strict=True):
         axes.annotate(
             f"{defense}  ({up / 1000:.0f} kB)",
             (accuracy, leak),
-            xytext=(1.03, (place + 0.5) / len(points)),
+            xytext=(1.03, height),
             textcoords="axes fraction",
             fontsize=8,
             va="center",
-            color=dots.get_facecolor()[0][:3] * 0.8,
+            color=dot.get_facecolor()[0][:3] * 0.8,
             arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "grey", "relpos": (0, 0.5)},
             annotation_clip=False,
         )
@@ -209,3 +211,14 @@ def draw_picture(store: Store, model: str, picture: Path) -> None:
     figure.tight_layout()
     figure.savefig(picture, dpi=120)
     plt.close(figure)
+
+
+def _apart(heights: list[float]) -> list[float]:
+    """Return rising heights in 0..1, moved apart just so far that a line of text fits between two of them."""
+    gap = min(0.05, 1 / max(len(heights), 1))
+    above = 1 - gap * len(heights)
+    for place in range(len(heights)):
+        least = heights[place - 1] + gap if place else gap / 2
+        above += gap
+        heights[place] = min(max(heights[place], least), above - gap / 2)
+    return heights

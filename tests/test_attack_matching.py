@@ -195,6 +195,14 @@ def test_names_of_a_model_do_not_hide_what_its_defense_does():
     assert QUICK.aim(seen).noise > 0.1
 
 
+def test_labels_are_not_searched_behind_a_bottleneck():
+    # Round the bottleneck slopes take the labels' place; searching ten classes for them was an error of shapes.
+    defense = PRECODE(latent=16)
+    (seen,) = uploads(defense.prepare_model(model()), ONES[:1], defense)
+    found = replace(QUICK, steps=2, labels="joint").run(replace(seen, labels=None), torch.Generator())
+    assert found.labels is not None and found.labels.shape == (1,)
+
+
 def test_a_pruned_bottleneck_is_completed_and_gone_round():
     whole, pruned = PRECODE(latent=32), Chain(PRECODE(latent=32), DualPrune())
     net = whole.prepare_model(model())

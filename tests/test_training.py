@@ -25,7 +25,7 @@ from gradveil import Veil, data, tree
 from gradveil.cli import app, commands, train
 from gradveil.core import Batch, Masks
 from gradveil.defenses import GaussianNoise, Identity
-from gradveil.errors import ConfigError, StateError
+from gradveil.errors import ConfigError, GradientError, StateError
 from gradveil.gradients import parameters
 from gradveil.training import Settings, Trainer, assemble, load_checkpoint
 from gradveil.training.checkpoint import save_checkpoint
@@ -295,6 +295,15 @@ def test_half_precision_agrees_between_the_engines(digits: data.Dataset) -> None
     assert [r.loss for r in fast] == pytest.approx([r.loss for r in slow], rel=2e-3)
     exact = trained(replace(settings, precision="float32"), train=digits, model=convolution())
     assert not torch.equal(weights(slow)["4.weight"], weights(exact)["4.weight"])
+
+
+@pytest.mark.parametrize("defense", ["none", "hardened"])
+def test_weights_that_diverged_in_the_last_round_of_a_chunk_are_noticed(defense: str) -> None:
+    # The loss of that round is still finite: only the weights tell, and a checkpoint must not hold them.
+    fast = FastTrainer(assemble(Settings(users=2, defense=defense, rounds=1, device="cpu")))
+    fast._momentum.fill_(torch.inf)
+    with pytest.raises(GradientError, match="weights after round 0 are not finite"):
+        fast.advance()
 
 
 def test_the_fast_engine_says_what_it_cannot_run() -> None:

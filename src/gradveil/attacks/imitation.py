@@ -194,6 +194,6 @@ def forgets(defense: Defense | None) -> bool:
         if "mask" in defense.needs:
             step = replace(step, mask=defense.inner.propose(grads, state, step))
         sent = defense.inner.apply(grads, state, step)[0]["probe"]
-    except (GradveilError, ValueError):
+    except (GradveilError, ValueError, RuntimeError):
         return False
     return bool(((sent == 0) | (sent == grads["probe"])).all())

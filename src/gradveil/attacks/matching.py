@@ -11,7 +11,7 @@ from .. import check
 from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..models.inspect import has_batchnorm
 from .adaptive import Target, aim
-from .bypass import before_bottleneck
+from .bypass import UpToEncoder, before_bottleneck
 from .cost import Labels, MatchingCost, Terms
 from .imitation import Understanding, understand
 from .label_search import first_labels, found_labels
@@ -196,8 +196,10 @@ class GradientMatching(Attack):
         return candidates_within(CPU_BYTES, seen)
 
     def _together(self, clients: Sequence["_Client"]) -> list[Reconstruction]:
-        each, views, joint = self.restarts, [c.view for c in clients], self.labels == "joint"
+        each, views = self.restarts, [c.view for c in clients]
         first = views[0]
+        # Where a way round a bottleneck was found, slopes stand in the labels' place and there are none to search.
+        joint = self.labels == "joint" and not isinstance(first.model, UpToEncoder)
         known = self._known(clients)
         aims = [c.target or self.aim(c.view, k) for c, k in zip(clients, known, strict=True)]
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]

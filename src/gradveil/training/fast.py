@@ -91,6 +91,9 @@ class FastTrainer:
         seconds = (time.perf_counter() - started) / (stop - first)
         require_finite_losses(losses, first)
         self._protector.require_finite()
+        # The last round's gradient shows in no loss yet, and must not get into a checkpoint.
+        if not bool(torch.isfinite(self._compute.weights).all()):
+            raise GradientError(f"training diverged: the weights after round {stop - 1} are not finite")
         accuracy = self.evaluate() if job.evaluate_after(stop - 1) else None
         return [
             Round(
