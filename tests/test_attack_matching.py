@@ -200,7 +200,8 @@ def test_labels_are_not_searched_behind_a_bottleneck():
     defense = PRECODE(latent=16)
     (seen,) = uploads(defense.prepare_model(model()), ONES[:1], defense)
     found = replace(QUICK, steps=2, labels="joint").run(replace(seen, labels=None), torch.Generator())
-    assert found.labels is not None and found.labels.shape == (1,)
+    assert found.labels is not None
+    assert found.labels.shape == (1,)
 
 
 def test_a_pruned_bottleneck_is_completed_and_gone_round():
