@@ -10,7 +10,14 @@ from .imprint import Imprint
 from .joint import Joint
 from .lowrank import LowRankCompletion
 from .matching import GradientMatching
-from .presets import deep_leakage, gi_paper, improved_deep_leakage, inverting_gradients, see_through_gradients
+from .presets import (
+    deep_leakage,
+    eased_matching,
+    gi_paper,
+    improved_deep_leakage,
+    inverting_gradients,
+    see_through_gradients,
+)
 from .progress import Progress, watch
 from .rgap import RGAP
 from .rounds import Chained, RepeatedRounds
@@ -43,6 +50,7 @@ CLASSES: tuple[type[Attack], ...] = (
 )
 PRESETS: dict[str, Callable[..., Attack]] = {
     "inverting_gradients": inverting_gradients,
+    "eased_matching": eased_matching,
     "gi_paper": gi_paper,
     "see_through_gradients": see_through_gradients,
     "deep_leakage": deep_leakage,
@@ -69,6 +77,7 @@ __all__ = [
     "Spotlight",
     "TrapWeights",
     "deep_leakage",
+    "eased_matching",
     "gi_paper",
     "improved_deep_leakage",
     "inverting_gradients",

@@ -29,6 +29,7 @@ class Terms:
     group: float = 0.0
     siblings: int = 1  # neighbouring rows that attack the same upload
     unit: float = 1.0  # how many gradients an upload holds: a distance counts in gradients, as its weights expect
+    tv_first: float = 1.0  # times the weight of the total variation at the first step, which falls to 1 by the last
 
 
 class Comparison:
@@ -84,7 +85,8 @@ class MatchingCost:
         mine, gap = self.simulate(x, self.labels if isinstance(self.labels, Tensor) else self.labels(variables[1]))
         match = total = self.compare(mine)
         if self.tv is not None and x.dim() >= 4:
-            total = total + self.tv * objectives.total_variation(x)
+            easing = terms.tv_first ** (1 - progress)
+            total = total + self.tv * easing * objectives.total_variation(x)
         if terms.l2:
             total = total + terms.l2 * 0.5 * x.square().flatten(1).mean(1)
         if gap is not None:

@@ -43,6 +43,7 @@ class GradientMatching(Attack):
         steps: Number of steps at most.
         decay: "step" (a tenth after 3/8, 5/8, 7/8 of the steps), "cosine" with a short warm-up, or "none".
         tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others.
+        tv_first: How many times that is the weight at the first step, from where it falls to `tv` by the last.
         restarts: Candidates per upload, attacked together; with "lbfgs" one after the other until one is solved.
         box: Keep pixels within 0..1.
         init: "normal" in model-input space, or "uniform" in pixel space.
@@ -72,6 +73,7 @@ class GradientMatching(Attack):
     steps: int = 2500
     decay: str = "step"
     tv: float | None = None
+    tv_first: float = 1.0
     restarts: int = 1
     box: bool = True
     init: str = "normal"
@@ -97,7 +99,7 @@ class GradientMatching(Attack):
         check.one_of(("infer", "joint"), labels=self.labels)
         check.one_of(("auto", "always", "never"), masked=self.masked, reapply=self.reapply)
         check.one_of(("auto", "none"), weighting=self.weighting)
-        check.positive(lr=self.lr)
+        check.positive(lr=self.lr, tv_first=self.tv_first)
         check.at_least(1, steps=self.steps, restarts=self.restarts, chunk=1 if self.chunk is None else self.chunk)
         check.non_negative(tv=self.tv or 0.0, band=self.band, bn=self.bn, l2=self.l2, group=self.group)
         check.non_negative(langevin=self.langevin, stop=self.stop)
@@ -176,7 +178,8 @@ class GradientMatching(Attack):
     def terms(self, seen: Observation) -> Terms:
         """Return the weights of the cost for a client like `seen`."""
         bn = self.bn if self.bn and trained_statistics(seen.model) else 0.0
-        return Terms(self.objective, self.normalise, self.band, bn, self.l2, self.group, self.restarts, unit(seen))
+        weights = (self.band, bn, self.l2, self.group)
+        return Terms(self.objective, self.normalise, *weights, self.restarts, unit(seen), self.tv_first)
 
     def smoothing(self, seen: Observation, target: Target) -> float:
         """Return the weight of the total variation for this upload."""

@@ -14,6 +14,15 @@ def inverting_gradients(**changes: Any) -> GradientMatching:
     return replace(GradientMatching(), **changes)
 
 
+def eased_matching(**changes: Any) -> GradientMatching:
+    """IG by a schedule of our own: plain Adam, large steps that fall as a cosine, smoothing that eases off.
+
+    On a trained LeNet it identifies every picture in 1,000 steps where the published schedule identifies half; the
+    settings were chosen there and on fresh LeNet and CNN6.
+    """
+    return replace(GradientMatching(signed=False, lr=0.4, decay="cosine", tv_first=30.0), **changes)
+
+
 def gi_paper(**changes: Any) -> GradientMatching:
     """GI as the dual-pruning paper ran it: the loop of IG with the plain squared distance."""
     return replace(GradientMatching(objective="l2", normalise=False), **changes)

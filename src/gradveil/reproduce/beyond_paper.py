@@ -37,6 +37,10 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
     for attack in ("ig+mask", "gi+mask", "rob+fit"):
         cell = scale.attack(attack, "hardened", seed=seed)
         yield Entry("Hardened, its first upload that is not empty: 32 examples or more in it", attack, cell)
+    for model in ("resnet18", "lenet", "cnn6"):
+        for defense in ("none", "topk", "dgp", "adgp", "hardened1"):
+            cell = scale.attack("ig+eased", defense, model, seed=seed)
+            yield Entry("IG by a schedule of our own, told the defense", f"{model}, {defense}", cell)
     for defense in ("topk", "dgp", "adgp"):
         yield Entry("Band-aware IG", defense, scale.attack("ig+band", defense, seed=seed))
     # Made for noise; what prunes is met by `rob+fit`, whose decoys this one lacks.
@@ -71,6 +75,7 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
         for epochs in (0, *scale.epochs):
             label = f"{defense}, after {epochs} epoch{'' if epochs == 1 else 's'}"
             yield "Trained models", label, "ig+mask", defense, {"epochs": epochs}
+            yield "Trained models", f"{label}, ig+eased", "ig+eased", defense, {"epochs": epochs}
         for steps in (2, 4):
             part = "FedAvg: several local steps"
             yield part, f"{defense}, {steps} steps", "ig+mask", defense, {"local_steps": steps}

@@ -101,7 +101,12 @@ class CostCell:
 
 def definition(cell: AttackCell) -> dict[str, Any]:
     """Return attack and defense with every field: a default that changes later makes it another cell."""
-    attack, defense = build(ATTACKS, cell.attack_text, "attack"), build(DEFENSES, cell.defense_text, "defense")
+    return completed({"attack": cell.attack_text, "defense": cell.defense_text})
+
+
+def completed(known: dict[str, Any]) -> dict[str, Any]:
+    """Return a definition with every field there is now; one that came later had its default."""
+    attack, defense = build(ATTACKS, known["attack"], "attack"), build(DEFENSES, known["defense"], "defense")
     plain: dict[str, Any] = json.loads(json.dumps({"attack": to_spec(attack), "defense": to_spec(defense)}))
     return plain
 

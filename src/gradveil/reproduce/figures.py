@@ -12,7 +12,7 @@ from statistics import fmean, pstdev
 from typing import Any
 
 from . import store, trained
-from .cells import AttackCell, CostCell, TrainingCell, definition
+from .cells import AttackCell, CostCell, TrainingCell, completed, definition
 from .entry import Entry
 
 UNKNOWN = "no reason known yet."
@@ -48,7 +48,7 @@ def results_of(folder: Path, scale: str, entry: Entry) -> list[dict[str, Any]]:
 
 def is_of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
     """Say whether a result is of this cell as it is defined now, but for its seed."""
-    if isinstance(cell, AttackCell) and result["definition"] != store.plain(definition(cell)):
+    if isinstance(cell, AttackCell) and store.plain(completed(result["definition"])) != store.plain(definition(cell)):
         return False
     return all(result["cell"].get(name) == value for name, value in vars(cell).items() if name != "seed")
 

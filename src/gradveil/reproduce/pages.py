@@ -48,6 +48,7 @@ spread, a sentence below the table says why: tested, or a guess. What was not ru
 | `ig+mask`, `gi+mask`, `rgap+mask` | the same, told the defense: behind pruning they compare only what arrived |
 | `rob+fit` | Rob with its planted layer fitted to the defense |
 | `ig+band` | also uses that what did not arrive lies above or below the sent band |
+| `ig+eased` | the mask-aware one by a schedule of our own: plain Adam, large steps, smoothing that eases off |
 | `ig+coarse` | looks for a picture of 8 by 8 pixels only, which finds form under noise |
 | `ig+chain` | follows the client from its first round and subtracts what it was held back |
 | `spotlight` | plants a layer of which one row fires |

@@ -16,6 +16,7 @@ ATTACKERS = {
     "rgap": ("rgap(masked=False)", False),
     "ig+mask": ("inverting_gradients({adaptive})", True),
     "gi+mask": ("gi_paper({adaptive})", True),
+    "ig+eased": ("eased_matching({eased})", True),  # a schedule of our own, much stronger on trained models
     "ig+band": ("inverting_gradients({adaptive}, band=0.05)", True),
     "ig+coarse": ("inverting_gradients({adaptive}, coarse=8)", True),  # few unknowns: finds form under much noise
     "ig+chain": ("chained(inverting_gradients({adaptive}))", True),
@@ -51,6 +52,7 @@ class Scale:
     rob_batches: int
     match: str  # settings of the matching attacks the paper ran
     adaptive: str  # of those it did not run
+    eased: str
     ggl: str
     bins: int
     training: dict[str, Any]
@@ -83,7 +85,7 @@ class Scale:
         fields.setdefault("data", self.data)
         return AttackCell(
             attack=attack,
-            attack_text=text.format(match=self.match, adaptive=self.adaptive, ggl=self.ggl, bins=self.bins),
+            attack_text=text.format(**vars(self)),
             defense=defense,
             defense_text=fields.pop("defense_text", None) or attacked_text(defense, model),
             model=model,
@@ -126,6 +128,7 @@ FULL = Scale(
     rob_batches=10,
     match="steps=2500",
     adaptive="steps=1000",  # enough for SSIM 0.98 through DGP
+    eased="steps=1000",
     ggl="",
     bins=200,
     training={
@@ -155,6 +158,7 @@ QUICK = Scale(
     rob_batches=1,
     match="steps=100, lr=0.2, decay='cosine', tv=0.05",
     adaptive="steps=100, lr=0.2, decay='cosine', tv=0.05",
+    eased="steps=100",
     ggl="steps=5, restarts=1, pool=4",
     bins=100,
     training={"users": 2, "batch_size": 16, "rounds": 6, "eval_every": 10**6, "checkpoint_every": 0, "data": "digits"},
