@@ -13,6 +13,7 @@ from gradveil.attacks import (
     Blind,
     GradientMatching,
     deep_leakage,
+    eased_matching,
     gi_paper,
     improved_deep_leakage,
     inverting_gradients,
@@ -22,6 +23,7 @@ from gradveil.attacks import (
 )
 from gradveil.attacks.bypass import before_bottleneck
 from gradveil.attacks.imitation import flat, understand
+from gradveil.attacks.objectives import total_variation
 from gradveil.core import ThreatModel
 from gradveil.defenses import (
     PRECODE,
@@ -81,6 +83,31 @@ def test_each_preset_beats_a_blind_guess():
     floor = ssim(Blind(), seen, ONES)
     for preset in (inverting_gradients, gi_paper, see_through_gradients):
         assert ssim(preset(**SHORT, restarts=2), seen, ONES) > floor + 0.2
+
+
+def test_smoothing_eases_off_from_the_first_step_to_the_last():
+    seen = uploads(model(), ONES[:1])[0]
+    attack = eased_matching(tv=0.5, tv_first=16.0, tv_share=False)
+    cost, x = attack.cost(seen, [attack.aim(seen)], seen.labels[None]), torch.randn(1, *ONES[0].inputs.shape)
+    rough = float(total_variation(x)[0])
+    for progress, times in ((0.0, 16.0), (0.5, 4.0), (1.0, 1.0)):
+        whole, match = (part.detach() for part in cost([x], torch.tensor(progress)))
+        assert float(whole - match) == pytest.approx(0.5 * times * rough, rel=1e-4)
+
+
+def test_smoothing_is_weighed_by_what_the_start_costs():
+    seen = uploads(model(), ONES[:1])[0]
+    attack, x = eased_matching(tv=0.5), [ONES[0].inputs[None] + 0.01 * torch.randn(1, *ONES[0].inputs.shape)]
+    cost = attack.cost(seen, [attack.aim(seen)], seen.labels[None])
+    match = float(cost(x, torch.zeros(()))[1].detach())
+    assert 0 < match < 0.1
+    cost.smooth_by_start(x)
+    assert cost.tv.item() == pytest.approx(0.5 * match / 0.25, rel=1e-4)
+
+
+def test_our_own_schedule_is_stronger_than_the_published_one_in_as_many_steps():
+    seen = uploads(model(), ONES, DualPrune())
+    assert ssim(eased_matching(steps=150), seen, ONES) > ssim(inverting_gradients(steps=150), seen, ONES) + 0.05
 
 
 @pytest.mark.parametrize("preset", [deep_leakage, improved_deep_leakage])

@@ -170,6 +170,13 @@ def test_a_cell_is_one_file_with_every_picture_and_is_not_run_twice(in_scratch: 
     assert strip.stat().st_mtime_ns == before
     (changed,) = do(replace(TINY, match="steps=5, tv=0.05"), in_scratch, pattern, "main")
     assert changed.status == "done", "another definition is another result"
+    # A field that came after the result was recorded had its default then.
+    path = in_scratch / "quick" / f"{pattern}.json"
+    older = json.loads(path.read_text())
+    del older["definition"]["attack"]["tv_first"]
+    path.write_text(json.dumps(older))
+    (same,) = do(replace(TINY, match="steps=5, tv=0.05"), in_scratch, pattern, "main")
+    assert same.status == "recorded"
 
 
 def test_time_that_runs_out_leaves_no_file_and_a_broken_cell_stops_nothing(in_scratch: Path) -> None:

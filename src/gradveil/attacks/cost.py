@@ -8,10 +8,12 @@ from torch import Tensor
 
 from . import objectives
 from .adaptive import Target
+from .capture import full_precision
 from .simulate import Simulator
 
 BAND_FROM = 0.2  # share of the steps after which the band counts: before, a candidate's sizes mean little
 GROUP_FROM = 0.25  # and after which the candidates of one upload draw together
+USUAL_START = 0.25  # cosine distance of noise on a fresh LeNet: the usual weights of the total variation suit that
 
 
 Labels = Tensor | Callable[[Tensor], Tensor]  # fixed, or made from what is searched along with the pictures
@@ -98,6 +100,13 @@ class MatchingCost:
         if terms.group:
             total = total + terms.group * (progress >= GROUP_FROM) * self._apart(x)
         return total, match
+
+    def smooth_by_start(self, variables: Sequence[Tensor]) -> None:
+        """Weigh the total variation by the matching loss of these candidates, at most as it is weighed now."""
+        with torch.no_grad(), full_precision():
+            match = self(variables, torch.zeros((), device=variables[0].device))[1]
+        if self.tv is not None:
+            self.tv = self.tv * (match / USUAL_START).clamp(max=1.0)
 
     def _apart(self, x: Tensor) -> Tensor:
         together = x.view(-1, self.terms.siblings, *x.shape[1:])

@@ -44,6 +44,7 @@ class GradientMatching(Attack):
         decay: "step" (a tenth after 3/8, 5/8, 7/8 of the steps), "cosine" with a short warm-up, or "none".
         tv: Weight of the total variation; None takes 1e-4 for models with BatchNorm and 1e-2 for others.
         tv_first: How many times that is the weight at the first step, from where it falls to `tv` by the last.
+        tv_share: Weigh it by what the start costs as well: gradients that hardly depend on the picture need little.
         restarts: Candidates per upload, attacked together; with "lbfgs" one after the other until one is solved.
         box: Keep pixels within 0..1.
         init: "normal" in model-input space, or "uniform" in pixel space.
@@ -74,6 +75,7 @@ class GradientMatching(Attack):
     decay: str = "step"
     tv: float | None = None
     tv_first: float = 1.0
+    tv_share: bool = False
     restarts: int = 1
     box: bool = True
     init: str = "normal"
@@ -209,7 +211,10 @@ class GradientMatching(Attack):
         begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
         labels, searched = first_labels(joint, views, known, rngs)
         begin += searched
-        cost: Cost = self.cost(first, [a for a in aims for _ in range(each)], labels)
+        matching = self.cost(first, [a for a in aims for _ in range(each)], labels)
+        if self.tv_share:
+            matching.smooth_by_start(begin)
+        cost: Cost = matching
         if self.coarse:
             begin[0] = begin[0][..., : self.coarse, : self.coarse].contiguous()
             cost = enlarged(cost, first.input_shape)
