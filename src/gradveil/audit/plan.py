@@ -14,10 +14,11 @@ from ..training import Settings
 from .report import COLUMNS, Column
 from .verdict import BASELINE
 
-NAIVE = "masked='never', weighting='none'"
+QUICK = "tv_first=30.0"  # few steps want more smoothing at first
+NAIVE = f"{QUICK}, masked='never', weighting='none'"
 DEFAULT_ATTACKS = (
     f"naive=eased_matching({NAIVE}, steps=200)",
-    "mask-aware=eased_matching(steps=200)",
+    f"mask-aware=eased_matching({QUICK}, steps=200)",
     # Under noise the coarse form comes back first; longer searches fit the noise.
     "coarse=gradient_matching(lr=0.2, decay='cosine', tv=0.05, coarse=8, steps=60)",
 )

@@ -18,7 +18,7 @@ from .. import check, data, metrics, models
 from ..attacks import ATTACKS
 from ..attacks.progress import Progress, watch
 from ..audit import clients
-from ..audit.plan import NAIVE, Plan, Subject
+from ..audit.plan import NAIVE, QUICK, Plan, Subject
 from ..audit.report import ColumnInfo
 from ..audit.scoring import Scorer, to_png
 from ..audit.verdict import BASELINE
@@ -78,8 +78,8 @@ class Order:
 
     def attack(self) -> Attack:
         """Return the attack of the audit's defaults, with the steps asked for."""
-        how = "" if self.mask_aware else f"{NAIVE}, "
-        return build(ATTACKS, f"eased_matching({how}steps={self.steps})", "attack")
+        how = QUICK if self.mask_aware else NAIVE
+        return build(ATTACKS, f"eased_matching({how}, steps={self.steps})", "attack")
 
 
 def read_picture(encoded: str) -> Tensor:
