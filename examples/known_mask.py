@@ -79,7 +79,8 @@ def render(store: Store, model: str) -> str:
         figures = ["not run", "", ""]
         if entry:
             mean = entry["mean"]
-            figures = [f"{mean['ssim']:.3f}", f"{mean['lpips']:.3f}", f"{mean['identified']:.0%}"]
+            lpips = f"{mean['lpips']:.3f}" if "lpips" in mean else ""  # needs weights that may not be at hand
+            figures = [f"{mean['ssim']:.3f}", lpips, f"{mean['identified']:.0%}"]
         lines.append(f"| {label} | " + " | ".join(figures) + " |")
     if not found:
         return "\n".join(lines) + "\n"

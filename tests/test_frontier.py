@@ -195,6 +195,24 @@ def test_the_attacker_is_given_a_form_it_can_imitate(
     assert as_public(build(DEFENSES, "hardened", "defense"), 8).examples == 32
 
 
+def test_the_rows_about_a_known_mask_run_and_stand_on_a_page(
+    scripts: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known_mask = scripts("known_mask")
+    assert all(build(DEFENSES, defense, "defense") for _, defense, _ in known_mask.ROWS)
+    rows = (("DGP, 1 earlier round", "dgp", 1), ("never run", "topk", 0))
+    monkeypatch.setattr(known_mask, "ROWS", rows[:1])
+    line = ["attack", "--model=lenet", "--data=photos", "--pictures=2", "--steps=2", f"--out={tmp_path}"]
+    done = CliRunner().invoke(known_mask.app, line)
+    assert done.exit_code == 0, done.output
+    monkeypatch.setattr(known_mask, "ROWS", rows)
+    marks = "<!-- known mask model=lenet -->\nold\n<!-- /known mask -->"
+    page = known_mask.fill_page(marks, known_mask.Store(tmp_path))
+    assert re.search(r"\| DGP, 1 earlier round \| -?0\.\d{3} \|", page)
+    assert "| never run | not run |" in page
+    assert "old" not in page
+
+
 def test_every_preset_of_the_page_can_be_built() -> None:
     text = (ROOT / "docs" / "hardened.md").read_text(encoding="utf-8")
     section = text.split("## Presets per threat model")[1].split("\n## ")[0]

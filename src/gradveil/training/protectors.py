@@ -159,7 +159,7 @@ class Each(Protector):
         self._states = [defense.init(views) for views in self._views]
         self._finite = torch.ones((), dtype=torch.bool, device=rows.grads.device)
         changes_batches = type(defense).prepare_batch is not Defense.prepare_batch
-        # Pictures are changed on the CPU, one by one, by code that lets other threads run.
+        # What changes pictures on the CPU, one by one, lets other threads run.
         self._threads = ThreadPoolExecutor(min(rows.users, os.cpu_count() or 1)) if changes_batches else None
 
     def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
