@@ -14,6 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradveil.core import Batch, Step
 from gradveil.defenses import ATS
 from gradveil.defenses.ats import _BATCHED, TRANSFORMATIONS, apply_policy, apply_to_batch, parse_policy
+from gradveil.training import Settings, assemble
+from gradveil.training.flat import Layout, Rows
+from gradveil.training.protectors import Transformed
+from gradveil.veil import derive_rng
 
 INDICES = [index for index, (name, _) in enumerate(TRANSFORMATIONS) if name in _BATCHED]
 VIEWS = {"view", "expand", "select", "slice", "unsqueeze", "detach", "permute", "alias"}
@@ -122,3 +126,14 @@ def test_a_gpu_gives_the_levels_of_a_cpu(shape: tuple[int, ...]) -> None:
     inputs = random_levels(*shape, seed=3) / 255
     done = ATS().prepare_batch(Batch(inputs.cuda(), torch.zeros(shape[0])), Step(torch.Generator().manual_seed(7)))
     assert torch.equal((done.inputs.cpu() * 255).round(), (by_hand(ATS(), inputs, 7) * 255).round())
+
+
+def test_the_fast_engine_transforms_the_pictures_of_all_users_in_one_go() -> None:
+    job = assemble(Settings(model="lenet", data="digits", defense="ats", users=3, batch_size=4))
+    batches = [Batch(torch.rand(4, 1, 8, 8), torch.arange(4) + 4 * user) for user in range(3)]
+    rows = Rows(torch.zeros(3, 2), Layout({"w": torch.zeros(2)}))
+    found = Transformed(job.defense, rows, job).prepare(7, batches)
+    seed = derive_rng(0, "all", 7, "pictures").initial_seed()
+    expected = by_hand(job.defense, torch.cat([b.inputs for b in batches]), seed)
+    assert torch.equal(torch.cat([b.inputs for b in found]), expected)
+    assert torch.equal(torch.cat([b.labels for b in found]), torch.arange(12))

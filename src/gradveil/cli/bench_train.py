@@ -4,10 +4,12 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,34 +154,51 @@ def bench_round(
     ] = None,
     lanes: Annotated[list[int] | None, typer.Option(help="Users at once; repeatable (default: 10).")] = None,
     defense: Annotated[list[str] | None, typer.Option(help="Repeatable (default: none, dgp, topk, adgp).")] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds to time, after as many to warm up.")] = 50,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of a repeat, after as many to warm up.")] = 50,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats, the defenses in turn; medians are told.")] = 5,
     json_out: JsonOut = None,
 ) -> None:
     """Milliseconds of a round of the fast engine, 10 users x batch 32, real bytes measured on no round."""
     rows = []
     for kind in precision or ["bf16"]:
         for count in lanes or [10]:
-            for name in defense or ["none", "dgp", "topk", "adgp"]:
-                settings = Settings(model=model, data=data, root=root, device=device, precision=kind, defense=name)
-                rows.append((kind, count, name, _milliseconds(settings, count, rounds)))
-    base = {(kind, count): ms for kind, count, name, ms in rows if name == "none"}
+            names = defense or ["none", "dgp", "topk", "adgp"]
+            common = Settings(model=model, data=data, root=root, device=device, precision=kind)
+            times = _milliseconds([replace(common, defense=name) for name in names], count, rounds, repeats)
+            rows += [(kind, count, name, statistics.median(ms), ms) for name, ms in zip(names, times, strict=True)]
+    base = {(kind, count): ms for kind, count, name, ms, _ in rows if name == "none"}
     table = Table(
         "precision", "lanes", "defense", "ms per round", "over none", "s per epoch", title=f"{model} on {data}"
     )
-    for kind, count, name, ms in rows:
+    for kind, count, name, ms, each in rows:
         none = base.get((kind, count))
         over = "-" if none is None else f"{100 * (ms / none - 1):+.1f} %"
-        table.add_row(kind, str(count), name, f"{ms:.3f}", over, f"{157 * ms / 1000:.2f}")
+        spread = f"{ms:.3f} ({min(each):.3f} to {max(each):.3f})"
+        table.add_row(kind, str(count), name, spread, over, f"{157 * ms / 1000:.2f}")
     out.print(table)
     if json_out:
-        fields = ("precision", "lanes", "defense", "ms_per_round")
+        fields = ("precision", "lanes", "defense", "ms_per_round", "repeats")
         figures = [dict(zip(fields, row, strict=True)) for row in rows]
         write_json(json_out, {"model": model, "data": data, "rows": figures, "environment": environment()})
 
 
-def _milliseconds(settings: Settings, lanes: int, rounds: int) -> float:
-    """Return the time of a round, from the second half of twice `rounds`."""
-    run = replace(settings, rounds=2 * rounds, checkpoint_every=rounds, wire_every=10**9, eval_every=10**9)
-    trainer = FastTrainer(assemble(run), lanes=lanes)
-    seconds = [one.seconds for one in trainer]
-    return 1000 * sum(seconds[rounds:]) / rounds
+def _milliseconds(jobs: Sequence[Settings], lanes: int, rounds: int, repeats: int) -> list[list[float]]:
+    """Return the time of a round of each job, repeat by repeat.
+
+    The jobs take turns: a GPU that grows warm, or a neighbour at work, then slows all of them alike.
+    """
+    never = 10**9
+    runs = [
+        replace(job, rounds=rounds * (repeats + 1), checkpoint_every=rounds, wire_every=never, eval_every=never)
+        for job in jobs
+    ]
+    trainers = [FastTrainer(assemble(run), lanes=lanes) for run in runs]
+    times: list[list[float]] = [[] for _ in jobs]
+    for repeat in range(repeats + 1):
+        for trainer, found in zip(trainers, times, strict=True):
+            seconds: list[float] = []
+            while trainer.round < rounds * (repeat + 1):
+                seconds += [one.seconds for one in trainer.advance()]
+            if repeat:  # the first one compiles
+                found.append(1000 * statistics.fmean(seconds))
+    return times

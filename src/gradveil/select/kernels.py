@@ -136,21 +136,23 @@ def collect(
     begin = (tl.cumsum(hits, axis=0) - hits)[None, :]
     top_order = tl.reshape((begin & 0xFFFF) + (inner & 63), [BLOCK])
     end_order = tl.reshape((begin >> 16) + ((inner >> 6) & 63), [BLOCK])
-    tl.atomic_add(tallies + 2 * slot, above_total & 0xFFFF, sem="relaxed")
-    tl.atomic_add(tallies + 2 * slot + 2, above_total >> 16, sem="relaxed")
-    word, into = origin + size, (regions, candidates, tallies)
-    _gather(word, in_top, top_order, hits_total & 0xFFFF, top_low < top_high, slot, into)
-    _gather(word, in_end, end_order, hits_total >> 16, end_low < end_high, slot + 1, into)
+    # The four tallies of a segment lie side by side: one instruction, and one wait for where the candidates go.
+    of = tl.arange(0, 4)
+    found = tl.where(of % 2 == 0, above_total, hits_total)
+    found = tl.where(of < 2, found & 0xFFFF, found >> 16)
+    before = tl.atomic_add(tallies + 2 * slot + of, found, sem="relaxed")
+    word, into = origin + size, (regions, candidates)
+    top_before, end_before = tl.sum(tl.where(of == 1, before, 0), axis=0), tl.sum(tl.where(of == 3, before, 0), axis=0)
+    _gather(word, in_top, top_order, top_before, hits_total & 0xFFFF, top_low < top_high, slot, into)
+    _gather(word, in_end, end_order, end_before, hits_total >> 16, end_low < end_high, slot + 1, into)
 
 
 @triton.jit
-def _gather(word, match, order, hits, wide, slot, into):
+def _gather(word, match, order, before, hits, wide, slot, into):
     """Append the matching entries to the candidates of a boundary; a bracket of one magnitude only counts them."""
-    regions, candidates, tallies = into
-    if hits > 0:
-        begin = tl.atomic_add(tallies + 2 * slot + 1, hits, sem="relaxed")
-        if wide & (begin + hits <= tl.load(regions + 2 * slot + 1)):
-            tl.store(candidates + tl.load(regions + 2 * slot) + begin - 1 + order, word, mask=match)
+    regions, candidates = into
+    if wide & (hits > 0) & (before + hits <= tl.load(regions + 2 * slot + 1)):
+        tl.store(candidates + tl.load(regions + 2 * slot) + before - 1 + order, word, mask=match)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import select, tree
 from ..core import Batch, Defense, State, Step
-from ..defenses import AlignedDualPrune, DualPrune, ErrorFeedback, GaussianNoise, Hardened, Identity, TopK
+from ..defenses import ATS, AlignedDualPrune, DualPrune, ErrorFeedback, GaussianNoise, Hardened, Identity, TopK
 from ..defenses.hardened import FASTEST_FALL, rms
 from ..errors import GradientError
 from ..select import gpu
@@ -26,6 +26,21 @@ class Open(Protector):
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         return self.rows.grads
+
+
+class Transformed(Open):
+    """ATS on the pictures of all users at once: other draws than a `Veil`'s on a GPU, of the same distribution."""
+
+    def __init__(self, defense: ATS, rows: Rows, job: Job) -> None:
+        super().__init__(defense, rows)
+        self._job = job
+
+    def prepare(self, round_: int, batches: Sequence[Batch]) -> Sequence[Batch]:
+        rng = derive_rng(self._job.settings.seed, "all", round_, "pictures", self._job.device.type)
+        whole = Batch(torch.cat([b.inputs for b in batches]), torch.cat([b.labels for b in batches]))
+        step = Step(rng, round_, self._job.model, whole, num_examples=len(whole.labels))
+        inputs = self.defense.prepare_batch(whole, step).inputs.split([len(b.labels) for b in batches])
+        return [Batch(part, batch.labels) for part, batch in zip(inputs, batches, strict=True)]
 
 
 class Band(Feedback):
@@ -221,6 +236,8 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
         return Aligned(defense, operator, rows, job)
     if type(defense) is GaussianNoise and not defense.sent_only and rows.grads.is_cuda:
         return White(defense, rows, job)
+    if type(defense) is ATS and rows.grads.is_cuda:
+        return Transformed(defense, rows, job)
     if type(defense) is Hardened and min(job.feed.sizes) >= defense.examples:
         return Noisy(defense, rows, job)
     return Each(defense, rows, job)
