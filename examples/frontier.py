@@ -10,9 +10,12 @@ Every attack and every training run is a file of its own below `results/frontier
 skipped: a long frontier can be spread over several sittings and machines.
 """
 
+import copy
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Annotated, Any
@@ -64,14 +67,15 @@ def as_public(defense: Defense, batch: int) -> Defense:
     return defense
 
 
-def uploads(veil: Veil, net: nn.Module, pictures: Dataset, rounds: list[list[int]], device: str) -> Observation:
+def uploads(veil: Veil, rounds: list[list[int]], net: nn.Module, pictures: Dataset, device: str) -> Observation:
     """Return what the server sees of the last of several rounds, the earlier ones attached."""
     seen: list[Observation] = []
+    own = copy.deepcopy(net)  # other clients may be at work
     for indices in rounds:
         batch = pictures.batch(indices, device=device)
-        mask = veil.propose(gradient(net, cross_entropy, batch)) if "mask" in veil.defense.needs else None
+        mask = veil.propose(gradient(own, cross_entropy, batch)) if "mask" in veil.defense.needs else None
         view = observe(
-            veil.protect(net, cross_entropy, batch, mask=mask),
+            veil.protect(own, cross_entropy, batch, mask=mask),
             net,
             cross_entropy,
             batch,
@@ -170,12 +174,11 @@ def attack(
                 weights = trained(settings, runs)[0] / CHECKPOINT
             net = network(made, model, test, weights, seed).to(device)
             began = time.perf_counter()
-            seen = []
-            for i, group in enumerate(groups):
-                veil = Veil(made, parameters(net), seed=seed, client=str(i))
-                rounds = [*older(rest, i * age, age, len(group)), *[group] * repeat, group]
-                with full_precision():
-                    seen.append(uploads(veil, net, test, rounds, device))
+            clients = [Veil(made, parameters(net), seed=seed, client=str(i)) for i in range(len(groups))]
+            rounds = [[*older(rest, i * age, age, len(g)), *[g] * repeat, g] for i, g in enumerate(groups)]
+            at_once = 8 if device.startswith("cuda") else 1  # CPU cores encode while the GPU computes
+            with full_precision(), ThreadPoolExecutor(at_once) as threads:
+                seen = list(threads.map(partial(uploads, net=net, pictures=test, device=device), clients, rounds))
             rngs = [derive_rng(seed, str(i), 0, "attack") for i in range(len(groups))]
             found = build(ATTACKS, name, "attack").run_many(seen, rngs)
             guesses = [to_pixels(one.inputs, test.mean, test.std).clamp(0, 1) for one in found]

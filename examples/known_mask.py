@@ -15,7 +15,7 @@ import typer
 from frontier_view import Entry, Store, floor
 
 STEPS, PICTURES = 1000, 8
-MARKED = re.compile(r"(<!-- known mask model=(\S+) -->\n)(.*?)(<!-- /known mask -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- known mask models=(\S+) -->\n)(.*?)(<!-- /known mask -->)", re.DOTALL)
 # What the server receives, the defense, and the rounds of other pictures before.
 ROWS = (
     ("raw gradient", "none", 0),
@@ -65,29 +65,32 @@ def table(page: Path, out: frontier.Out = Path("results/known_mask")) -> None:
 
 def fill_page(text: str, store: Store) -> str:
     """Return a page with the table between its markers written anew."""
-    return MARKED.sub(lambda m: m[1] + render(store, m[2]) + m[4], text)
+    return MARKED.sub(lambda m: m[1] + render(store, m[2].split(",")) + m[4], text)
 
 
-def render(store: Store, model: str) -> str:
-    """Return the table of a model in Markdown; what was not run is named."""
-    lines = ["| what the server receives | SSIM | LPIPS | identified |", "|---|---|---|---|"]
-    found: dict[tuple[str, int], Entry] = {
-        (e["defense"], e["setting"]["age"]): e for e in store.entries("attack", model=model)
+def render(store: Store, models: list[str]) -> str:
+    """Return the table of some models in Markdown; what was not run is named."""
+    found: dict[tuple[str, str, int], Entry] = {
+        (model, e["defense"], e["setting"]["age"]): e for model in models for e in store.entries("attack", model=model)
     }
+    headings = ["what the server receives", *(f"{model}: SSIM, LPIPS, identified" for model in models)]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for label, defense, age in ROWS:
-        entry = found.get((defense, age))
-        figures = ["not run", "", ""]
-        if entry:
-            mean = entry["mean"]
-            lpips = f"{mean['lpips']:.3f}" if "lpips" in mean else ""  # needs weights that may not be at hand
-            figures = [f"{mean['ssim']:.3f}", lpips, f"{mean['identified']:.0%}"]
-        lines.append(f"| {label} | " + " | ".join(figures) + " |")
-    if not found:
-        return "\n".join(lines) + "\n"
-    some = next(iter(found.values()))
-    best = f"{floor(some):.2f} and {floor(some, 'identified'):.0%}"
-    where = f"{some['setting']['n']} pictures, {some['attack']}"
-    return "\n".join([*lines, "", f"{where}; blind guesses reach {best}."]) + "\n"
+        cells = [_figures(found.get((model, defense, age))) for model in models]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    if found:
+        some = next(iter(found.values()))
+        best = f"SSIM {floor(some):.2f} and {floor(some, 'identified'):.0%}"
+        lines += ["", f"{some['setting']['n']} pictures, {some['attack']}; blind guesses reach {best}."]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(entry: Entry | None) -> str:
+    if entry is None:
+        return "not run"
+    mean = entry["mean"]
+    lpips = [f"{mean['lpips']:.3f}"] if "lpips" in mean else []  # needs weights that may not be at hand
+    return ", ".join([f"{mean['ssim']:.3f}", *lpips, f"{mean['identified']:.0%}"])
 
 
 if __name__ == "__main__":

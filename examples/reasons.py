@@ -30,7 +30,7 @@ from gradveil.core import Attack, Reconstruction
 from gradveil.data import Dataset, normalise
 from gradveil.defenses.ats import TRANSFORMATIONS
 from gradveil.metrics.perceptual import lpips_weights
-from gradveil.reproduce import SCALES, attacked, figures, store
+from gradveil.reproduce import SCALES, attacked, figures, pictures, store
 from gradveil.reproduce.cells import AttackCell
 from gradveil.spec import build
 from gradveil.veil import derive_rng
@@ -61,7 +61,7 @@ def upload(
 
     R-GAP as released gets the one logit it is made for. With `pixels` the model takes pixels in 0..1 as they are.
     """
-    data, chosen = attacked.victims(cell, root)
+    data, chosen = pictures.victims(cell, root)
     if pixels:
         data = replace(data, mean=(0.0,) * len(data.mean), std=(1.0,) * len(data.std))
     subject, column = attacked._subject(cell, attacked.Place(FULL, root, device, None), data, chosen, attack)
@@ -89,7 +89,7 @@ def rescaled(found: Reconstruction, data: Dataset) -> Reconstruction:
 
 def rgap_failed(root: str) -> Iterator[Line]:
     """Is the paper's 0.25 what grey, or faint noise round grey, scores, or what the released attack leaves?"""
-    data, chosen = attacked.victims(FULL.attack("rgap", "none", "cnn6"), root)
+    data, chosen = pictures.victims(FULL.attack("rgap", "none", "cnn6"), root)
     truth = data.pixels(chosen)
     rng = torch.Generator().manual_seed(0)
 
@@ -141,7 +141,7 @@ def rob_readout(root: str) -> Iterator[Line]:
 
 
 def planted(root: str) -> Iterator[tuple[str, Attack, str]]:
-    data = attacked.load_split("cifar10", "test", root)
+    data = pictures.load_split("cifar10", "test", root)
     yield "our layer, 200 bins", Imprint(bins=200).fitted(None, data.mean, data.std), "imprint.measure"
     yield "released layer, 100 bins", ReleasedRob(), "0.1"
     yield "released layer, 200 bins", ReleasedRob(bins=200), "0.1"
@@ -150,7 +150,7 @@ def planted(root: str) -> Iterator[tuple[str, Attack, str]]:
 
 def rob_planted(root: str) -> Iterator[Line]:
     """Do gain, bins, layer or read-out move our figures under pruning and noise to the paper's?"""
-    data = attacked.load_split("cifar10", "test", root)
+    data = pictures.load_split("cifar10", "test", root)
     ours = Imprint(bins=200).fitted(None, data.mean, data.std)
     layers: dict[str, Imprint] = {
         "as in the table": ours,

@@ -206,11 +206,49 @@ def test_the_rows_about_a_known_mask_run_and_stand_on_a_page(
     done = CliRunner().invoke(known_mask.app, line)
     assert done.exit_code == 0, done.output
     monkeypatch.setattr(known_mask, "ROWS", rows)
-    marks = "<!-- known mask model=lenet -->\nold\n<!-- /known mask -->"
+    marks = "<!-- known mask models=lenet -->\nold\n<!-- /known mask -->"
     page = known_mask.fill_page(marks, known_mask.Store(tmp_path))
-    assert re.search(r"\| DGP, 1 earlier round \| -?0\.\d{3} \|", page)
+    assert re.search(r"\| DGP, 1 earlier round \| -?0\.\d{3}, ", page)
     assert "| never run | not run |" in page
     assert "old" not in page
+
+
+@pytest.mark.parametrize(("script", "page"), [("known_mask", "hardened.md"), ("precision", "training.md")])
+def test_tables_of_the_other_scripts_show_what_the_files_hold(
+    scripts: Callable[[str], ModuleType], script: str, page: str
+) -> None:
+    module, text = scripts(script), (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert module.MARKED.search(text), "the page has lost its markers"
+    folder = ROOT / "results" / script
+    again = module.fill_page(text, module.Store(folder) if script == "known_mask" else folder)
+    assert again == text, f"run: python examples/{script}.py table docs/{page}"
+
+
+def test_precisions_are_trained_once_and_compared(
+    scripts: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    precision = scripts("precision")
+    line = [
+        "train",
+        "--model",
+        "mlp(hidden=8)",
+        "--data",
+        "digits",
+        "--device",
+        "cpu",
+        "--epochs",
+        "1",
+        "--out",
+        "found",
+    ]
+    done = CliRunner().invoke(precision.app, line)
+    assert done.exit_code == 0, done.output
+    assert len(list(Path("found").iterdir())) == len(done.output.splitlines()) == 6
+    assert CliRunner().invoke(precision.app, line).output == ""
+    table = precision.fill_page("<!-- precision -->\nold\n<!-- /precision -->", Path("found"))
+    assert re.search(r"\| float32 \|( \d+\.\d\d % \|){4} \d\.\d\d \|\n\| bf16 \|", table)
+    assert "old" not in table
 
 
 def test_every_preset_of_the_page_can_be_built() -> None:

@@ -47,6 +47,13 @@ def test_speeds_are_the_recorded_ones() -> None:
         f"| one round on an H200 | {rounds['none']:.1f} ms | {rounds['dgp']:.1f} ms | | | {rounds['hardened']:.1f} ms |"
     )
     assert row in (DOCS / "hardened.md").read_text()
+    training = (DOCS / "training.md").read_text()
+    for name, ms in rounds.items():
+        over = "" if name == "none" else f"{100 * (ms / rounds['none'] - 1):.1f} %"
+        assert f"| {ms:.2f} | {over} | {157 * ms / 1000:.2f} |".replace("|  |", "| |") in training
+    soteria = json.loads((RESULTS / "full" / "cost_soteria_resnet18_seed0.json").read_text())["defense_seconds"]
+    assert f"{soteria:.2f} s for one upload" in training
+    assert f"{soteria * 10 * 157 * 100 / 3600:.0f} hours" in training
     small, large = _bench("select-h200")["ms"], _bench("select-1b-h200")["ms"]
     concepts = (DOCS / "concepts.md").read_text()
     assert f"take {small['gradveil in a CUDA graph']:.2f} ms" in concepts

@@ -33,6 +33,7 @@ from gradveil.reproduce import (
     figures,
     own_cards,
     pages,
+    pictures,
     run,
     runner,
     store,
@@ -40,10 +41,10 @@ from gradveil.reproduce import (
     trained,
     view,
 )
-from gradveil.reproduce.attacked import victims
 from gradveil.reproduce.cells import AttackCell, TrainingCell, definition, key
 from gradveil.reproduce.entry import Entry
 from gradveil.reproduce.figures import Figure
+from gradveil.reproduce.pictures import victims
 from gradveil.spec import build
 
 QUICK, FULL = SCALES["quick"], SCALES["full"]
@@ -416,7 +417,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / layout.label_names).write_text("\n".join("abcdefghij"))
     digests = {split: data.load("cifar10", split=split, root=tmp_path / "A").digest for split in ("train", "test")}
     monkeypatch.setitem(LAYOUTS, "cifar10", replace(layout, digests=digests))
-    attacked.load_split.cache_clear()
+    pictures.load_split.cache_clear()
     runner.copy_at_hand.cache_clear()
     return tmp_path
 

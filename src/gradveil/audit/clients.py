@@ -1,7 +1,12 @@
 """The client's side of an audit: what a real client would have sent, through the same code and the same bytes."""
 
 import copy
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -23,6 +28,7 @@ from .report import Column, ColumnInfo
 
 PRIOR = 512  # public pictures an attacker with a prior is given
 LONGEST_WAIT = 256  # uploads without content after which a defense counts as never sending
+_COMPUTING = Lock()  # layers draw from the process's generator, so one client at a time has it
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,11 +102,22 @@ def uploads(
     """
     model = _model(plan, subject, column, name, attack, guarded)
     groups = torch.tensor(column.pictures).split(column.batch_size)
+
+    def send(index: int) -> Sent:
+        batch = subject.victims.batch(groups[index], subject.device)
+        return _Client((plan, subject, column), name, model, index).upload(batch)
+
+    at_once = _at_once(subject.device)
     with full_precision():
-        return [
-            _Client((plan, subject, column), name, model, i).upload(subject.victims.batch(group, subject.device))
-            for i, group in enumerate(groups)
-        ]
+        if at_once == 1:
+            return [send(index) for index in range(len(groups))]
+        with ThreadPoolExecutor(at_once) as threads:
+            return list(threads.map(send, range(len(groups))))
+
+
+def _at_once(device: torch.device) -> int:
+    """Return how many clients work at a time: while a GPU computes for one, CPU cores encode for others."""
+    return min(8, os.cpu_count() or 1) if device.type == "cuda" else 1
 
 
 def _model(
@@ -176,8 +193,7 @@ class _Client:
 
     def _compute(self, veil: Veil, batch: Batch) -> _Work:
         model = copy.deepcopy(self.model)
-        seed = derive_rng(self.plan.seed, str(self.index), veil.round, "layers").initial_seed()
-        with own_randomness(seed, self.subject.device):
+        with self._randomness(veil.round, "layers"):
             batch = veil.prepare(model, batch)
             if "per_example" in self.defense.needs:
                 each = per_example_gradient(model, self.subject.loss_fn, batch)
@@ -216,4 +232,13 @@ class _Client:
         """Return the mask of an aligned round, proposed by another client from a batch of its own."""
         other = Veil(self.defense, parameters(self.model), seed=self.plan.seed, client="proposer")
         batch = self._private_batch(f"proposer {self.index} {round_}")
-        return other.propose(gradient(copy.deepcopy(self.model), self.subject.loss_fn, batch))
+        with self._randomness(round_, "proposer"):
+            grads = gradient(copy.deepcopy(self.model), self.subject.loss_fn, batch)
+        return other.propose(grads)
+
+    @contextmanager
+    def _randomness(self, round_: int, purpose: str) -> Iterator[None]:
+        """Give the layers their own randomness, which depends on nothing but client, round and purpose."""
+        seed = derive_rng(self.plan.seed, str(self.index), round_, purpose).initial_seed()
+        with _COMPUTING, own_randomness(seed, self.subject.device):
+            yield

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import data as datasets
 from .. import metrics, models, tree
 from ..attacks import ATTACKS
 from ..attacks.capture import full_precision
@@ -19,9 +18,9 @@ from ..audit.clients import Sent
 from ..audit.plan import Plan, Subject
 from ..audit.report import Column, ColumnInfo
 from ..core import Attack, Reconstruction
-from ..data import Dataset, Split, to_pixels
+from ..data import Dataset, to_pixels
 from ..defenses import DEFENSES
-from ..errors import ConfigError, NeedError
+from ..errors import NeedError
 from ..gate import observe
 from ..generator import GeneratorSettings, load_generator, train_generator
 from ..gradients import local_update, parameters
@@ -30,50 +29,15 @@ from ..spec import build, to_text
 from ..training.job import fitted, own_randomness
 from ..veil import Veil, derive_rng
 from .cells import AttackCell, definition
+from .pictures import groups, load_split, others, victims
 from .scales import Scale
 from .store import save_strip
 from .weights import trained_weights
 
-OTHERS = 512  # public and private pictures each
 LOCAL_RATE = 0.01  # of a FedAvg client
 LINE_UP = 100  # pictures among which a reconstruction must be nearest to its original
 COPY = 1e-4  # mean squared error (40 dB) below which a reconstruction is the picture itself
 GREEN = (0.2, 0.7, 0.3)
-
-
-@lru_cache(maxsize=4)
-def load_split(name: str, split: Split, root: str | None) -> Dataset:
-    """Return a split; many cells in a row use the same one."""
-    return datasets.load(name, split=split, root=root)
-
-
-def victims(cell: AttackCell, root: str | None) -> tuple[Dataset, list[int]]:
-    """Return the test pictures and which of them are attacked, in batches one after the other.
-
-    Batches hold different labels as far as they can, as in the reference attacks, or one label if the cell says so.
-    """
-    data = load_split(cell.data, "test", root)
-    if len(data) < cell.pictures:
-        raise ConfigError(f"{cell.pictures} pictures are to be attacked but {cell.data} has {len(data)}")
-    rng = derive_rng(cell.seed, "victims", 0)
-    order = torch.randperm(len(data), generator=rng).tolist()
-    if cell.batch_size == 1:
-        return data, order[: cell.pictures]
-    groups: list[list[int]] = [[] for _ in range(cell.pictures // cell.batch_size)]
-    left = []
-    for index in order:
-        label = int(data.labels[index])
-        for group in groups:
-            inside = {int(data.labels[i]) for i in group}
-            if len(group) < cell.batch_size and (inside <= {label} if cell.one_label else label not in inside):
-                group.append(index)
-                break
-        else:
-            left.append(index)
-    for group in groups:  # more pictures in a batch than there are classes
-        while len(group) < cell.batch_size:
-            group.append(left.pop(0))
-    return data, [index for group in groups for index in group]
 
 
 @dataclass(frozen=True)
@@ -123,7 +87,7 @@ def perform(cell: AttackCell, place: Place, strip: Path) -> dict[str, Any]:
         "strip_order": "trained_on",  # older strips are in the order of the originals
         "scores": scores_of(sent, found, data, line_up, transformed=False),
         "transformed_scores": scores_of(sent, found, data, line_up, transformed=True) if _transforms(sent) else None,
-        "floor": _floor(sent, subject, data, line_up, cell.seed),
+        "floor": _floor(cell.data, root, groups(cell, chosen), others(cell, root)[1], cell.seed, str(device)),
         "loss": [f.loss for f in found],
         "distance": [_distance(s) for s in sent],
         "waited": [s.waited for s in sent],
@@ -139,10 +103,8 @@ def _train_digest(cell: AttackCell, root: str | None) -> str:
 def _subject(
     cell: AttackCell, place: Place, data: Dataset, chosen: list[int], attack: Attack
 ) -> tuple[Subject, ColumnInfo]:
-    others = load_split(cell.data, "train", place.root)
-    rng = derive_rng(cell.seed, "others", 0)
-    order = torch.randperm(len(others), generator=rng)
-    half = min(OTHERS, len(others) // 2)
+    private, public = others(cell, place.root)
+    train = load_split(cell.data, "train", place.root)
     model = models.build(cell.model, num_classes=data.num_classes, input_shape=data.input_shape, seed=cell.seed)
     if cell.epochs:
         model.load_state_dict(trained_weights(cell, place.scale, place.root, place.device, place.minutes))
@@ -150,8 +112,8 @@ def _subject(
         model=model.to(place.device),
         loss_fn=nn.functional.cross_entropy,
         victims=data.subset(chosen),
-        private=others.subset(order[:half]),
-        public=others.subset(order[half : 2 * half]),
+        private=train.subset(private),
+        public=train.subset(public),
         defenses={cell.defense: fitted(build(DEFENSES, cell.defense_text, "defense"), data)},
         attacks={cell.attack: attack},
         device=place.device,
@@ -228,18 +190,28 @@ def scores_of(
     return {name: [v for card in cards for v in card[name]] for name in cards[0]}
 
 
+@lru_cache(maxsize=16)
 def _floor(
-    sent: Sequence[Sent], subject: Subject, data: Dataset, line_up: Tensor, seed: int
+    name: str,
+    root: str | None,
+    uploads: tuple[tuple[int, ...], ...],
+    known: tuple[int, ...],
+    seed: int,
+    where: str,
 ) -> dict[str, dict[str, float]]:
-    """Return the mean scores of guesses that never look at the gradient, upload by upload like the attack's."""
-    public = _pixels(subject.public, len(subject.public), subject.device)
+    """Return the mean scores of guesses that never look at the gradient, upload by upload like the attack's.
+
+    They depend on no attack, defense or model, so that cells in a row share them.
+    """
+    public = load_split(name, "train", root).pixels(known).to(where)
     columns: dict[str, dict[str, list[float]]] = {}
-    for i, s in enumerate(sent):
-        truth = to_pixels(s.batch.inputs, data.mean, data.std)
-        for guess, card in metrics.score_floor(truth, public, derive_rng(seed, "floor", i), gallery=line_up).items():
-            for name, values in card.items():
-                columns.setdefault(guess, {}).setdefault(name, []).extend(values)
-    return {guess: {name: sum(v) / len(v) for name, v in card.items()} for guess, card in columns.items()}
+    for i, group in enumerate(uploads):
+        truth = load_split(name, "test", root).pixels(group).to(where)
+        blind = metrics.score_floor(truth, public, derive_rng(seed, "floor", i), gallery=public[: LINE_UP - 1])
+        for guess, card in blind.items():
+            for metric, values in card.items():
+                columns.setdefault(guess, {}).setdefault(metric, []).extend(values)
+    return {guess: {metric: sum(v) / len(v) for metric, v in card.items()} for guess, card in columns.items()}
 
 
 def _pixels(data: Dataset, count: int, device: torch.device) -> Tensor:

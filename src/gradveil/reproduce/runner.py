@@ -16,7 +16,7 @@ from ..data import is_original
 from ..data.cifar import LAYOUTS, find_folder
 from ..errors import ConfigError, GradveilError, NeedError
 from ..training.job import pick_device
-from . import attacked, store, trained
+from . import attacked, pictures, store, trained
 from .cells import AttackCell, Cell, CostCell, TrainingCell, key
 from .figures import is_of
 from .scales import Scale
@@ -100,7 +100,7 @@ def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
         return Outcome(cell, "no time")
     if isinstance(cell, AttackCell):
         try:
-            attacked.load_split(cell.data, "test", session.root)
+            pictures.load_split(cell.data, "test", session.root)
         except ConfigError as error:
             return Outcome(cell, "no data", note=str(error))
     started = time.monotonic()
@@ -132,7 +132,7 @@ def copy_at_hand(name: str, root: str | None) -> str | None:
     layout = LAYOUTS.get(name)
     if layout is None or find_folder(layout, root) is None:
         return None
-    return attacked.load_split(name, "test", root).digest
+    return pictures.load_split(name, "test", root).digest
 
 
 def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
