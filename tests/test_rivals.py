@@ -32,7 +32,7 @@ from gradveil.defenses import (
 from gradveil.defenses.ats import TRANSFORMATIONS, apply_policy, parse_policy
 from gradveil.defenses.dp import clipped_sum
 from gradveil.defenses.precode import divergence
-from gradveil.defenses.soteria import feature_scores
+from gradveil.defenses.soteria import estimated_scores, feature_scores
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient, parameters, per_example_gradient, total_loss
 from gradveil.models import last_linear
@@ -95,6 +95,25 @@ class TestSoteria:
             expected[i] = (jacobian.flatten(1).norm(dim=1) / (features[:, i].abs() + 1e-6)).sum()
         torch.testing.assert_close(feature_scores(net, net[-1], batch), expected, rtol=1e-4, atol=1e-5)
 
+    def test_estimated_scores_are_the_exact_ones_on_average(self) -> None:
+        net, batch = small_net().eval(), pictures(3, shape=(3, 16, 16))
+        exact = feature_scores(net, net[-1], batch)
+        directions = torch.randn(4000, *batch.inputs.shape, generator=torch.Generator().manual_seed(0))
+        alive = exact > 0
+        ratio = estimated_scores(net, net[-1], batch.inputs, directions)[alive] / exact[alive]
+        assert (ratio - 1).abs().max() < 0.06  # 0.76 / sqrt(4000) is 0.012 for one picture
+
+    def test_two_probes_hide_as_many_columns_and_mostly_the_same(self, lenet: nn.Module) -> None:
+        batch = pictures(8)
+        grads = gradient(lenet, cross_entropy, batch)
+        kept = []
+        for defense in (Soteria(), Soteria(probes=2), Soteria(probes=2)):
+            sent, _ = defense.apply(grads, {}, step(model=lenet, batch=batch))
+            kept.append((sent["classifier.weight"] != 0).any(0))
+        assert [int(k.sum()) for k in kept] == [768 - math.floor(0.8 * 768)] * 3
+        assert torch.equal(kept[1], kept[2])  # the same generator
+        assert (kept[0] & kept[1]).sum() > 0.7 * kept[0].sum()
+
     def test_dead_features_do_not_switch_it_off(self) -> None:
         net, batch = small_net().eval(), pictures(1, shape=(3, 16, 16))
         with torch.no_grad():
@@ -108,7 +127,8 @@ class TestSoteria:
         net, batch = small_net().train(), pictures(4, shape=(3, 16, 16))
         grads = gradient(net, cross_entropy, batch)
         before = copy.deepcopy(net.state_dict())
-        Soteria().apply(grads, {}, step(model=net, batch=batch))
+        for defense in (Soteria(), Soteria(probes=1)):
+            defense.apply(grads, {}, step(model=net, batch=batch))
         assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
         assert net.training
 

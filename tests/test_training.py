@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -25,18 +26,22 @@ from gradveil import Veil, data, tree
 from gradveil.cli import app, commands, train
 from gradveil.core import Batch, Masks
 from gradveil.defenses import GaussianNoise, Identity
+from gradveil.defenses.soteria import estimated_scores
 from gradveil.errors import ConfigError, GradientError, StateError
 from gradveil.gradients import parameters
+from gradveil.models.inspect import last_linear
 from gradveil.training import Settings, Trainer, assemble, load_checkpoint
 from gradveil.training.checkpoint import save_checkpoint
 from gradveil.training.compute import Compute
 from gradveil.training.fast import FastTrainer
 from gradveil.training.feed import Feed
+from gradveil.training.hidden import Hidden
 from gradveil.training.log import Log, read_rounds
 from gradveil.training.loop import Upload, Work
 from gradveil.training.protectors import White
 from gradveil.training.rounds import Round
 from gradveil.training.run import run, summary, trainer_for
+from gradveil.veil import derive_rng
 
 assert commands  # importing it registers the commands
 TINY = Settings(model="mlp(hidden=32)", data="digits", users=4, epochs=1, rounds=6, lr="0.2", eval_every=1000)
@@ -243,6 +248,25 @@ def test_accuracy_on_digits_rises_far_above_chance_under_dgp() -> None:
 # The fast engine
 
 
+def test_soteria_for_all_users_hides_what_it_hides_from_each() -> None:
+    job = assemble(replace(TINY, defense="soteria(probes=3)", users=3))
+    compute = Compute(job)
+    batches = [job.feed.gather(job.feed.draw(user, 0)) for user in range(3)]
+    compute.run(batches, 0)
+    before = compute.rows.grads.clone()
+    sent = Hidden(job.defense, compute.rows, job).step(5, batches)
+    rng = derive_rng(job.settings.seed, "all", 5, "probes")
+    name, layer = last_linear(job.model, tuple(batches[0].inputs.shape[1:]))
+    for user, batch in enumerate(batches):
+        raw, got = (compute.layout.views(rows[user]) for rows in (before, sent))
+        directions = torch.randn(3, *batch.inputs.shape, generator=rng)
+        scores = estimated_scores(job.model, layer, batch.inputs, directions)
+        hidden = scores.argsort(stable=True)[: math.floor(0.8 * len(scores))]
+        expected = raw[f"{name}.weight"].index_fill(1, hidden, 0.0)
+        assert torch.equal(got[f"{name}.weight"], expected)
+        assert all(torch.equal(got[other], raw[other]) for other in raw.keys() - {f"{name}.weight"})
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -357,15 +381,18 @@ def test_noise_for_all_users_at_once_is_as_large_as_asked_for_and_new_every_roun
 
 # On a GPU
 
+ESTIMATED = "soteria(probes=8)"
 needs_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
-@pytest.mark.parametrize("defense", [pytest.param(d, marks=needs_gpu) for d in ("none", "dgp", "topk", "adgp", "dp")])
+@pytest.mark.parametrize(
+    "defense", [pytest.param(d, marks=needs_gpu) for d in ("none", "dgp", "topk", "adgp", "dp", ESTIMATED)]
+)
 def test_the_graph_trains_as_the_cpu_does(defense: str, digits: data.Dataset) -> None:
     settings = replace(TINY, defense=defense, rounds=12, wire_every=3, checkpoint_every=5)
     slow = Trainer(assemble(replace(settings, device="cpu"), train=digits, model=convolution()))
     fast = FastTrainer(assemble(replace(settings, device="cuda"), train=digits, model=convolution()))
-    noise = 0.05 if defense == "dp" else 1e-3  # a GPU draws other noise
+    noise = 0.05 if defense in ("dp", ESTIMATED) else 1e-3  # a GPU draws other noise
     assert [r.loss for r in fast] == pytest.approx([r.loss for r in slow], abs=noise)
     fast.evaluate()
     for name, value in weights(slow).items():

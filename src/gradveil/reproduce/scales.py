@@ -35,6 +35,7 @@ TEXTS = {
     "adgp-nofeedback": "aligned_dual_prune",
 }
 SMALL_POLICY = "ats(policy='21-13-3+7-4-15')"
+ESTIMATED = "soteria(probes=1)"  # in training: its exact scores would take an H200 18 hours for 100 epochs of ResNet18
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class Scale:
     def train(self, defense: str, model: str = "resnet18", text: str | None = None, **fields: Any) -> TrainingCell:
         """Return the cell of a training run."""
         model = self.stand_ins.get(model, model)
-        text = text or TEXTS.get(defense) or (SMALL_POLICY if defense == "ats" and model in SMALL else defense)
+        special = {"soteria": ESTIMATED} | ({"ats": SMALL_POLICY} if model in SMALL else {})
+        text = text or {**TEXTS, **special}.get(defense, defense)
         chosen = {"model": model, "data": self.data, **self.training, **fields}
         return TrainingCell(defense, Settings(defense=text, **chosen))
 

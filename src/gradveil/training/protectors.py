@@ -11,12 +11,23 @@ from torch import Tensor
 
 from .. import select, tree
 from ..core import Batch, Defense, State, Step
-from ..defenses import ATS, AlignedDualPrune, DualPrune, ErrorFeedback, GaussianNoise, Hardened, Identity, TopK
+from ..defenses import (
+    ATS,
+    AlignedDualPrune,
+    DualPrune,
+    ErrorFeedback,
+    GaussianNoise,
+    Hardened,
+    Identity,
+    Soteria,
+    TopK,
+)
 from ..defenses.hardened import FASTEST_FALL, rms
 from ..errors import GradientError
 from ..select import gpu
 from ..veil import derive_rng
 from .flat import InPlace, Rows
+from .hidden import Hidden
 from .job import Job
 from .protector import Feedback, Protector
 
@@ -238,6 +249,8 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
         return White(defense, rows, job)
     if type(defense) is ATS and rows.grads.is_cuda:
         return Transformed(defense, rows, job)
+    if type(defense) is Soteria and defense.probes and rows.grads.is_cuda:
+        return Hidden(defense, rows, job)
     if type(defense) is Hardened and min(job.feed.sizes) >= defense.examples:
         return Noisy(defense, rows, job)
     return Each(defense, rows, job)
