@@ -29,7 +29,7 @@ from variants import VARIANTS, Gathered
 
 from gradveil import Defense, Observation, ThreatModel, Veil, data, gradient, models, observe, record
 from gradveil.attacks import ATTACKS
-from gradveil.attacks.capture import full_precision
+from gradveil.capture import full_precision
 from gradveil.data import Dataset, to_pixels
 from gradveil.defenses import DEFENSES, CorrelatedNoise, DPNoise, Hardened
 from gradveil.gradients import parameters

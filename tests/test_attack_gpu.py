@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradveil.attacks import GradientMatching, Joint, optimise, see_through_gradients
-from gradveil.attacks.capture import captured, full_precision
+from gradveil.capture import captured, full_precision
 from gradveil.core import Batch
 from gradveil.defenses import DualPrune, Quantize, dgp
 

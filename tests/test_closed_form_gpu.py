@@ -6,7 +6,7 @@ from torch.nn.functional import cross_entropy
 
 from gradveil import Attack, Defense, DualPrune, Identity, ThreatModel, Veil, observe
 from gradveil.attacks import GGL, RGAP, Imprint, LinearReadout, LowRankCompletion, TrapWeights
-from gradveil.attacks.capture import full_precision
+from gradveil.capture import full_precision
 from gradveil.data import load, to_pixels
 from gradveil.generator import Generator, GeneratorSettings, train_generator
 from gradveil.gradients import parameters

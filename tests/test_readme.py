@@ -2,6 +2,7 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,16 @@ def test_accuracies_and_uploads_are_the_recorded_ones() -> None:
     assert all(figure in (DOCS / "defenses.md").read_text() for figure in short)
     for figure in (short[0], short[1], short[-1], *(size.split()[0] for size in (upload[0], upload[1], upload[-1]))):
         assert figure in README.read_text()
+
+
+@pytest.mark.parametrize(
+    ("run", "name"), [("none", "undefended"), ("soteria", "`soteria`"), ("soteria1", "`soteria(probes=1)`")]
+)
+def test_what_soteria_costs_is_recorded(run: str, name: str) -> None:
+    files = sorted((RESULTS / "training").glob(f"{run}_lenet_digits_seed*.json"))
+    found = [100 * json.loads(file.read_text())["accuracy"] for file in files]
+    row = f"| {name} | {statistics.mean(found):.2f} ± {statistics.stdev(found):.2f} % |"
+    assert row in (DOCS / "training.md").read_text()
 
 
 def test_speeds_are_the_recorded_ones() -> None:

@@ -680,6 +680,10 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     bad.write_text(json.dumps({**card, "by": 3}))
     active = FULL.attack("rob+fit", "adgp")
     store.write(store.path_of(in_scratch / "results", "full", active), fake(active, 0.9, 0.0))
+    words = ["reproduce", "models", "--scale", "full", "--cells", "rob_dgp_lenet_cifar100_*", "--device", "cpu"]
+    blind = runner.invoke(app, [*words, "--root", str(in_scratch), "--out", "results"])
+    assert "no data" in blind.output
+    assert blind.exit_code == 1
     unready = runner.invoke(app, ["leaderboard", "card", "adgp"])
     assert isinstance(unready.exception, ConfigError)
     assert "first upload" in str(unready.exception)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..capture import full_precision
 from . import objectives
 from .adaptive import Target
-from .capture import full_precision
 from .simulate import Simulator
 
 BAND_FROM = 0.2  # share of the steps after which the band counts: before, a candidate's sizes mean little

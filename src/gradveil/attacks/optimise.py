@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..capture import captured, full_precision
 from . import progress
-from .capture import captured, full_precision
 from .lbfgs import RowLbfgs
 
 # variables, share of the steps done (0-d) -> what is minimised [N], the matching loss inside it [N]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..capture import full_precision
 from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
 from ..defenses import Chain
 from ..errors import NeedError
@@ -16,7 +17,6 @@ from ..gradients import parameters
 from .adaptive import Target
 from .averaging import WARM_UP, combined, noise_left, noise_over
 from .bypass import INNER, before_bottleneck
-from .capture import full_precision
 from .imitation import Behaviour, Understanding, flat, forgets, shaped, understand
 from .matching import GradientMatching
 from .simulate import simulator

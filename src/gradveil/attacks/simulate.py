@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, replace_all_batch_norm_modules_, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..capture import full_precision
 from ..core import Batch, Grads, LossFn, Observation
 from ..errors import NeedError
 from ..gradients import auxiliary_loss, gradient, parameters
-from .capture import full_precision
 from .layers import Layered, UnsupportedError
 from .objectives import statistics_gap
 

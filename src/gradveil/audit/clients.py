@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import tree
-from ..attacks.capture import full_precision
+from ..capture import full_precision
 from ..core import Attack, Batch, Grads, Masks, Observation, Payload, ThreatModel
 from ..errors import NeedError
 from ..gate import observe

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import check, data, metrics, models
 from ..attacks import ATTACKS, missing
-from ..attacks.capture import full_precision
+from ..capture import full_precision
 from ..core import Attack, Batch, Defense, Observation, Reconstruction, ThreatModel
 from ..data import Dataset
 from ..defenses import ATS, DEFENSES

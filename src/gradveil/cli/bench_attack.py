@@ -12,13 +12,13 @@ import typer
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..attacks.capture import captured, full_precision
 from ..attacks.cost import MatchingCost
 from ..attacks.matching import GradientMatching
 from ..attacks.objectives import total_variation
 from ..attacks.optimise import Adam
 from ..attacks.simulate import Vmapped
 from ..attacks.space import box
+from ..capture import captured, full_precision
 from ..core import Observation
 from ..record import environment, write_json
 from . import out

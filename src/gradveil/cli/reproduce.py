@@ -79,7 +79,8 @@ def _command(name: str) -> None:
             strips = os.path.relpath(folder / scale, page.parent)
             page.write_text(render_table(name, session.scale, folder, strips), encoding="utf-8")
             out.print(f"the table, the paper's values beside ours: {page}", highlight=False, soft_wrap=True)
-        if count["failed"]:
+        # A run that found no data must not look like one that worked.
+        if count["failed"] or (count["no data"] and not count["done"] + count["recorded"]):
             raise typer.Exit(1)
 
 

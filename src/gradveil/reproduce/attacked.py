@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from .. import metrics, models, tree
 from ..attacks import ATTACKS
-from ..attacks.capture import full_precision
 from ..audit import clients
 from ..audit.clients import Sent
 from ..audit.plan import Plan, Subject
 from ..audit.report import Column, ColumnInfo
+from ..capture import full_precision
 from ..core import Attack, Reconstruction
 from ..data import Dataset, to_pixels
 from ..defenses import DEFENSES

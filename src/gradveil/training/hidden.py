@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import select
+from ..capture import captured
 from ..core import Batch
 from ..defenses import Soteria
 from ..defenses.soteria import estimated_scores
@@ -15,8 +16,6 @@ from ..veil import derive_rng
 from .flat import Rows
 from .job import Job
 from .protector import Protector
-
-WARM_UPS = 3  # runs before the recording: libraries choose their kernels then
 
 
 class Hidden(Protector):
@@ -29,7 +28,6 @@ class Hidden(Protector):
         super().__init__(defense, rows)
         self._job, self._share, self._probes = job, defense.prune, defense.probes
         self._inputs: list[Tensor] = []  # what the graph reads
-        self._graph: torch.cuda.CUDAGraph | None = None
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         if not self._inputs:
@@ -38,12 +36,7 @@ class Hidden(Protector):
         rng = derive_rng(self._job.settings.seed, "all", round_, "probes", self._job.device.type)
         for direction in self._directions:
             direction.normal_(generator=rng)
-        if self._job.device.type == "cuda":
-            self._graph = self._graph or self._recorded()
-            self._graph.replay()
-        else:
-            for user in range(self.rows.users):
-                self._score(user)
+        self._launch()
         kept = select.band(self._scores.shape[1], 0.0, self._share)[1]
         # Stable: equal scores rank by their place, as in every selection here.
         best = self._scores.sort(dim=1, descending=True, stable=True).indices[:, :kept]
@@ -62,6 +55,8 @@ class Hidden(Protector):
         self._scores = rows.new_zeros(len(rows), self._columns.shape[2])
         self._inputs = [one.clone() for one in inputs]
         self._directions = [one.new_zeros(self._probes, *one.shape) for one in inputs]
+        self._lanes = [torch.cuda.Stream(rows.device) for _ in inputs] if rows.is_cuda else []
+        self._launch = captured(self._all_users, [self._scores]) if rows.is_cuda else self._one_by_one
 
     def _score(self, user: int) -> None:
         # TF32 will do: an estimate from a few directions is off by far more.
@@ -69,25 +64,15 @@ class Hidden(Protector):
             found = estimated_scores(self._job.model, self._layer, self._inputs[user], self._directions[user])
         self._scores[user].copy_(found)
 
-    def _recorded(self) -> torch.cuda.CUDAGraph:
-        lanes = [torch.cuda.Stream(self._job.device) for _ in self._inputs]
+    def _one_by_one(self) -> None:
+        for user in range(self.rows.users):
+            self._score(user)
 
-        def work() -> None:
-            main = torch.cuda.current_stream()
-            for user, lane in enumerate(lanes):
-                lane.wait_stream(main)
-                with torch.cuda.stream(lane):
-                    self._score(user)
-            for lane in lanes:
-                main.wait_stream(lane)
-
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UPS):
-                work()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        return graph
+    def _all_users(self) -> None:
+        main = torch.cuda.current_stream()
+        for user, lane in enumerate(self._lanes):
+            lane.wait_stream(main)
+            with torch.cuda.stream(lane):
+                self._score(user)
+        for lane in self._lanes:
+            main.wait_stream(lane)
