@@ -16,7 +16,7 @@ ATTACKERS = {
     "rgap": ("rgap(masked=False)", False),
     "ig+mask": ("inverting_gradients({adaptive})", True),
     "gi+mask": ("gi_paper({adaptive})", True),
-    "ig+eased": ("eased_matching({eased})", True),  # a schedule of our own, stronger on a trained LeNet
+    "ig+eased": ("eased_matching({eased})", True),  # a schedule of our own, stronger on most LeNets
     "ig+band": ("inverting_gradients({adaptive}, band=0.05)", True),
     "ig+coarse": ("inverting_gradients({adaptive}, coarse=8)", True),  # few unknowns: finds form under much noise
     "ig+chain": ("chained(inverting_gradients({adaptive}))", True),
