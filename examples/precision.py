@@ -1,7 +1,7 @@
 """Whether training in bf16 ends where training in float32 does: the same short run in both, over three seeds.
 
     python examples/precision.py train --device cuda
-    python examples/precision.py table docs/tutorial.md
+    python examples/precision.py table docs/training.md
 
 Runs that are recorded are skipped; a run that was stopped goes on.
 """

@@ -35,12 +35,12 @@ from gradveil.training.checkpoint import save_checkpoint
 from gradveil.training.compute import Compute
 from gradveil.training.fast import FastTrainer
 from gradveil.training.feed import Feed
-from gradveil.training.hidden import Hidden
 from gradveil.training.log import Log, read_rounds
 from gradveil.training.loop import Upload, Work
 from gradveil.training.protectors import White
 from gradveil.training.rounds import Round
 from gradveil.training.run import run, summary, trainer_for
+from gradveil.training.soteria import HiddenColumns
 from gradveil.veil import derive_rng
 
 assert commands  # importing it registers the commands
@@ -254,7 +254,7 @@ def test_soteria_for_all_users_hides_what_it_hides_from_each() -> None:
     batches = [job.feed.gather(job.feed.draw(user, 0)) for user in range(3)]
     compute.run(batches, 0)
     before = compute.rows.grads.clone()
-    sent = Hidden(job.defense, compute.rows, job).step(5, batches)
+    sent = HiddenColumns(job.defense, compute.rows, job).step(5, batches)
     rng = derive_rng(job.settings.seed, "all", 5, "probes")
     name, layer = last_linear(job.model, tuple(batches[0].inputs.shape[1:]))
     for user, batch in enumerate(batches):

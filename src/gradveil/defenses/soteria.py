@@ -1,6 +1,7 @@
 """Soteria: hide the classifier's gradient for the features that say most about the input."""
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +52,7 @@ class Soteria(Defense):
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         model, batch = step.require_model(self.key()), step.require_batch(self.key())
-        name, layer = last_linear(model, tuple(batch.inputs.shape[1:]))
-        weight = f"{name}.weight".removeprefix(".")
-        if weight not in grads:
-            raise NeedError(f"soteria protects the gradient of {weight}, which is not among those sent (frozen?)")
+        weight, layer = classifier_of(model, tuple(batch.inputs.shape[1:]), grads)
         if self.probes:
             shape = (self.probes, *batch.inputs.shape)
             directions = torch.randn(shape, generator=step.rng, device=step.rng.device).to(batch.inputs)
@@ -64,6 +62,15 @@ class Soteria(Defense):
         kept = select.band_mask(scores, *select.band(scores.numel(), 0.0, self.prune))
         sent = torch.where(kept, grads[weight], torch.zeros_like(grads[weight]))
         return {**grads, weight: sent}, state
+
+
+def classifier_of(model: nn.Module, shape: tuple[int, ...], sent: Container[str]) -> tuple[str, nn.Module]:
+    """Return the name of the classifier's weight, which must be among those `sent`, and its layer."""
+    name, layer = last_linear(model, shape)
+    weight = f"{name}.weight".removeprefix(".")
+    if weight not in sent:
+        raise NeedError(f"soteria protects the gradient of {weight}, which is not among those sent (frozen?)")
+    return weight, layer
 
 
 def feature_scores(model: nn.Module, classifier: nn.Module, batch: Batch) -> Tensor:

@@ -27,9 +27,9 @@ from ..errors import GradientError
 from ..select import gpu
 from ..veil import derive_rng
 from .flat import InPlace, Rows
-from .hidden import Hidden
 from .job import Job
 from .protector import Feedback, Protector
+from .soteria import HiddenColumns
 
 
 class Open(Protector):
@@ -250,7 +250,7 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
     if type(defense) is ATS and rows.grads.is_cuda:
         return Transformed(defense, rows, job)
     if type(defense) is Soteria and defense.probes and rows.grads.is_cuda:
-        return Hidden(defense, rows, job)
+        return HiddenColumns(defense, rows, job)
     if type(defense) is Hardened and min(job.feed.sizes) >= defense.examples:
         return Noisy(defense, rows, job)
     return Each(defense, rows, job)

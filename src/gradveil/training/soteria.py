@@ -9,16 +9,14 @@ from .. import select
 from ..capture import captured
 from ..core import Batch
 from ..defenses import Soteria
-from ..defenses.soteria import estimated_scores
-from ..errors import NeedError
-from ..models.inspect import last_linear
+from ..defenses.soteria import classifier_of, estimated_scores
 from ..veil import derive_rng
 from .flat import Rows
 from .job import Job
 from .protector import Protector
 
 
-class Hidden(Protector):
+class HiddenColumns(Protector):
     """Zero the same share of every user's classifier columns; other directions than a `Veil`'s, as many.
 
     On a GPU the users are parallel branches of one CUDA graph.
@@ -45,11 +43,8 @@ class Hidden(Protector):
 
     def _begin(self, inputs: Sequence[Tensor]) -> None:
         """Find the classifier, and make room for batches of this size."""
-        name, self._layer = last_linear(self._job.model, tuple(inputs[0].shape[1:]))
         layout, rows = self.rows.layout, self.rows.grads
-        weight = f"{name}.weight".removeprefix(".")
-        if weight not in layout.shapes:
-            raise NeedError(f"soteria protects the gradient of {weight}, which is not among those sent (frozen?)")
+        weight, self._layer = classifier_of(self._job.model, tuple(inputs[0].shape[1:]), layout.shapes)
         parts = dict(zip(layout.shapes, torch.split(rows[:, : layout.total], layout.sizes, dim=1), strict=True))
         self._columns = parts[weight].unflatten(1, layout.shapes[weight])  # [users, classes, features]
         self._scores = rows.new_zeros(len(rows), self._columns.shape[2])
