@@ -7,10 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradveil.attacks import layers
 from gradveil.attacks.layers import Layered, UnsupportedError
 from gradveil.attacks.simulate import Vmapped, simulator
-from gradveil.attacks.tensor_cores import UNREAD, high
 from gradveil.core import Batch
 from gradveil.gradients import gradient
 
@@ -37,15 +35,8 @@ def mixed() -> nn.Module:
     return nn.Sequential(*body, *norms, head).eval()
 
 
-@pytest.fixture(params=["plain", "split"])
-def convolutions(request, monkeypatch):
-    """Plain ones, and those laid out for tensor cores, which a CPU computes the same way."""
-    if request.param == "split":
-        monkeypatch.setattr(layers, "splits", lambda layer: True)
-
-
 @pytest.mark.parametrize("name", ["lenet", "cnn6", "vgg11", "resnet18", "mixed"])
-def test_layer_rules_equal_autograd(name, convolutions):
+def test_layer_rules_equal_autograd(name):
     net = mixed() if name == "mixed" else model(name)
     rules = Layered(net, cross_entropy, [n for n, _ in net.named_parameters()], statistics=False)
     found = rules(*stack(ROWS))[0].detach()
@@ -54,7 +45,7 @@ def test_layer_rules_equal_autograd(name, convolutions):
 
 
 @pytest.mark.parametrize("name", ["cnn6", "mixed"])
-def test_second_derivatives_equal_vmap(name, convolutions):
+def test_second_derivatives_equal_vmap(name):
     net = mixed() if name == "mixed" else model(name)
     seen = uploads(net, ROWS[:1])[0]
     x, y = stack(ROWS)
@@ -63,14 +54,6 @@ def test_second_derivatives_equal_vmap(name, convolutions):
         mine = x.clone().requires_grad_()
         slopes.append(torch.autograd.grad(simulate(mine, y)[0].square().sum(), mine)[0])
     assert torch.linalg.vector_norm(slopes[0] - slopes[1]) < 1e-5 * torch.linalg.vector_norm(slopes[1])
-
-
-def test_two_parts_of_a_number_hold_all_a_tensor_core_must_read():
-    x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-5, 5).repeat(100)
-    read = high(x)
-    assert not (read.view(torch.int32) & (1 << UNREAD) - 1).any()
-    assert ((x - read).abs() <= x.abs() * 2.0**-11).all()
-    assert ((x - read - high(x - read)).abs() <= x.abs() * 2.0**-22).all()
 
 
 def test_the_model_is_left_alone():

@@ -18,7 +18,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core import LossFn
 from ..gradients import auxiliary_loss
 from .objectives import statistics_gap
-from .tensor_cores import SplitConv2d, splits
 
 
 class UnsupportedError(Exception):
@@ -93,7 +92,6 @@ def layer_norm(layer: nn.LayerNorm, a: Tensor, d: Tensor, rows: int) -> dict[str
 
 RULES: dict[type[nn.Module], Rule] = {
     nn.Conv2d: conv2d,
-    SplitConv2d: conv2d,
     nn.Linear: linear,
     Affine: affine,
     nn.GroupNorm: group_norm,
@@ -160,10 +158,7 @@ def _gap(captured: Captured, rows: int) -> Tensor:
 
 
 def _frozen(model: nn.Module) -> nn.Module:
-    """Return a copy whose weights take no gradient, whose BatchNorm is affine and which writes nothing in place.
-
-    On a GPU its convolutions use tensor cores.
-    """
+    """Return a copy whose weights take no gradient, whose BatchNorm is affine and which writes nothing in place."""
     model = copy.deepcopy(model).requires_grad_(False)
     for parent in list(model.modules()):
         if getattr(parent, "inplace", False):
@@ -173,6 +168,4 @@ def _frozen(model: nn.Module) -> nn.Module:
                 if child.training:
                     raise UnsupportedError("BatchNorm in training mode mixes the examples of a batch")
                 setattr(parent, name, Affine(child))
-            elif type(child) is nn.Conv2d and splits(child):
-                setattr(parent, name, SplitConv2d(child))
     return model
