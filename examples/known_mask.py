@@ -48,11 +48,12 @@ def attack(
     pictures: Annotated[int, typer.Option(help="pictures attacked")] = PICTURES,
     steps: Annotated[int, typer.Option(help="steps of the attack")] = STEPS,
     data_name: frontier.Data = "cifar10",
+    row: Annotated[str, typer.Option(help="only rows whose name holds this")] = "",
     out: frontier.Out = Path("results/known_mask"),
 ) -> None:
     """Run the rows that are not recorded yet."""
     how = {"model": model, "root": root, "device": device, "pictures": pictures, "data_name": data_name, "out": out}
-    for _, defense, age in ROWS:
+    for _, defense, age in (one for one in ROWS if row in one[0]):
         frontier.attack([defense], attack=[f"inverting_gradients(steps={steps})"], age=age, **how)
 
 

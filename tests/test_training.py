@@ -280,6 +280,9 @@ def test_soteria_for_all_users_hides_what_it_hides_from_each() -> None:
         {"defense": "ats"},
         {"defense": "outpost"},
         {"defense": "precode"},
+        {"defense": "dgp", "algorithm": "fedavg", "local_steps": 3},
+        {"defense": "ats", "algorithm": "fedavg", "local_steps": 2, "momentum": 0.5},
+        {"defense": "none", "algorithm": "fedavg", "local_steps": 2, "alpha": 0.1, "batchnorm": "local"},
     ],
     ids=str,
 )
@@ -331,7 +334,7 @@ def test_weights_that_diverged_in_the_last_round_of_a_chunk_are_noticed(defense:
 
 
 def test_the_fast_engine_says_what_it_cannot_run() -> None:
-    for changes in ({"algorithm": "fedavg"}, {"participants": 2}, {"defense": "dp_noise"}):
+    for changes in ({"participants": 2}, {"defense": "dp_noise"}):
         with pytest.raises(ConfigError, match="set engine to reference"):
             trainer_for(assemble(replace(TINY, engine="fast", **changes)))
     assert isinstance(trainer_for(assemble(TINY)), Trainer)
@@ -397,6 +400,16 @@ def test_the_graph_trains_as_the_cpu_does(defense: str, digits: data.Dataset) ->
     fast.evaluate()
     for name, value in weights(slow).items():
         assert torch.allclose(value.float(), weights(fast)[name].cpu().float(), atol=10 * noise), name
+
+
+@pytest.mark.parametrize("precision", [pytest.param(p, marks=needs_gpu) for p in ("float32", "bf16")])
+def test_local_steps_agree_with_the_reference_on_a_gpu(precision: str, digits: data.Dataset) -> None:
+    changes = {"defense": "dgp", "algorithm": "fedavg", "local_steps": 3, "precision": precision}
+    settings = replace(TINY, device="cuda", **changes)
+    slow = Trainer(assemble(settings, train=digits, model=convolution()))
+    fast = FastTrainer(assemble(settings, train=digits, model=convolution()))
+    close = 1e-4 if precision == "float32" else 3e-2
+    assert [r.loss for r in fast] == pytest.approx([r.loss for r in slow], rel=close)
 
 
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=needs_gpu) for p in ("tf32", "bf16")])

@@ -1,4 +1,5 @@
-"""The forward and backward passes of all users, at the same weights, into one row of gradients each.
+"""The forward and backward passes of all users, from the same weights, into one row each: a gradient, or what several
+local steps changed.
 
 On a GPU the users' passes are parallel branches of one CUDA graph: a batch of 32 does not fill the machine, ten do.
 On a CPU small pictures go through a plain network in one vectorised pass, because starting ten costs more than they do.
@@ -38,6 +39,7 @@ class Compute:
         self.layout.write(self.weights, params)
         self.rows = Rows(self.layout.rows(users, device), self.layout)
         self.losses = torch.zeros(users, device=device)
+        self._lr = torch.zeros((), device=device)  # of local steps, in this round
         buffers = statistics.floating(statistics.snapshot(job.model))
         self.buffer_layout = Layout(buffers)
         self.statistics = self.buffer_layout.rows(users, device)
@@ -70,7 +72,8 @@ class Compute:
             self.statistics.copy_(common.expand_as(self.statistics))
 
     def run(self, batches: Sequence[Batch], round_: int) -> None:
-        """Fill gradients, losses and statistics."""
+        """Fill gradients or updates, losses and statistics."""
+        self._lr.fill_(self._job.rate(round_))
         if self._job.device.type != "cuda":
             self._refresh()
             if self._vectorised:
@@ -121,19 +124,33 @@ class Compute:
             self._half.copy_(self.weights)
 
     def _one_user(self, user: int, batch: Batch) -> None:
-        # Leaves of its own: autograd then keeps the users apart, though all read the same memory.
-        leaves = {name: w.detach().requires_grad_() for name, w in self._sources.items()}
-        outputs = functional_call(self._net, {**leaves, **self._buffers[user]}, (batch.inputs,))
-        loss = self._job.loss_fn(outputs, batch.labels)
-        self.losses[user].copy_(loss.detach())
-        auxiliary = getattr(self._net, "auxiliary_loss", None)
-        whole = loss if auxiliary is None else loss + auxiliary()
-        found = torch.autograd.grad(whole, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        fedavg = self._job.settings.algorithm == "fedavg"
+        loss, found = self._local_update(user, batch) if fedavg else self._gradient(user, self._sources, batch)
+        self.losses[user].copy_(loss)
         pairs = list(zip(self._targets[user], found, strict=True))
         with torch.no_grad():
             for dtype in {g.dtype for _, g in pairs}:  # one kernel needs one type
                 alike = [(t, g) for t, g in pairs if g.dtype == dtype]
                 torch._foreach_copy_([t for t, _ in alike], [g for _, g in alike])
+
+    def _gradient(self, user: int, weights: Tensors, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        # Leaves of its own: autograd then keeps the users apart, though all read the same memory.
+        leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
+        outputs = functional_call(self._net, {**leaves, **self._buffers[user]}, (batch.inputs,))
+        loss = self._job.loss_fn(outputs, batch.labels)
+        auxiliary = getattr(self._net, "auxiliary_loss", None)
+        whole = loss if auxiliary is None else loss + auxiliary()
+        found = torch.autograd.grad(whole, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        return loss.detach(), found
+
+    def _local_update(self, user: int, batch: Batch) -> tuple[Tensor, Sequence[Tensor]]:
+        begin = self.layout.views(self.weights)
+        now, losses, steps = begin, [], self._job.settings.local_steps
+        for inputs, labels in zip(batch.inputs.chunk(steps), batch.labels.chunk(steps), strict=True):
+            loss, slopes = self._gradient(user, now, Batch(inputs, labels))
+            losses.append(loss)
+            now = {name: w - self._lr * g for (name, w), g in zip(now.items(), slopes, strict=True)}
+        return torch.stack(losses).mean(), [w - now[name] for name, w in begin.items()]
 
     def _all_at_once(self, batches: Sequence[Batch]) -> None:
         def loss_of(weights: Tensors, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -167,7 +184,8 @@ def _is_plain(job: Job) -> bool:
     known = all(type(m).__module__.startswith("torch.nn.modules") for m in modules)
     odd = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
     small = job.feed.picture_entries <= SMALL_PICTURE and len(set(job.feed.sizes)) == 1
-    return known and small and not any(isinstance(m, odd) for m in modules)
+    once = job.settings.algorithm == "fedsgd"
+    return known and small and once and not any(isinstance(m, odd) for m in modules)
 
 
 def _without_counters(model: nn.Module) -> nn.Module:

@@ -32,8 +32,6 @@ CHUNK = {"cuda": 1000, "cpu": 10}  # rounds at most between two looks at the los
 def unsupported(job: Job) -> str | None:
     """Return why the fast engine cannot run this job, or None."""
     settings = job.settings
-    if settings.algorithm != "fedsgd":
-        return "it takes gradients only (algorithm fedsgd)"
     if settings.invited != settings.users:
         return "all users must take part (participants 0)"
     if "per_example" in job.defense.needs:
@@ -150,14 +148,15 @@ class FastTrainer:
 
     def _draws(self, first: int, stop: int) -> Tensor:
         feed, rounds = self.job.feed, stop - first
-        parts = [feed.draw(user, first, rounds).view(rounds, size, 4) for user, size in enumerate(feed.sizes)]
+        steps = self.job.settings.local_steps
+        parts = [feed.draw(user, first * steps, rounds * steps).view(rounds, -1, 4) for user in range(len(feed.sizes))]
         return torch.cat(parts, dim=1).to(self.job.device)
 
     def _one_round(self, index: int, draw: Tensor) -> "Future[dict[str, Any]] | None":
         """Run one round; on a sample round return what is being measured."""
         job, compute = self.job, self._compute
         whole = job.feed.gather(draw)
-        parts = zip(whole.inputs.split(job.feed.sizes), whole.labels.split(job.feed.sizes), strict=True)
+        parts = zip(whole.inputs.split(job.examples), whole.labels.split(job.examples), strict=True)
         batches = self._protector.prepare(index, [Batch(*part) for part in parts])
         compute.run(batches, index)
         probe = None if index % self._wire_every else self._probe(index)
@@ -171,7 +170,7 @@ class FastTrainer:
         if job.settings.weight_decay:
             mean.add_(compute.weights, alpha=job.settings.weight_decay)
         self._momentum.mul_(job.settings.momentum).add_(mean)
-        compute.weights.sub_(self._momentum, alpha=job.rate(index))
+        compute.weights.sub_(self._momentum, alpha=job.server_rate(index))
         compute.merge_statistics()
         return found
 
@@ -185,7 +184,7 @@ class FastTrainer:
             if name in common:
                 buffer.copy_(common[name])
             elif name in self._counted:
-                buffer.fill_(self._counted[name] + self.round)
+                buffer.fill_(self._counted[name] + self.round * self.job.settings.local_steps)
 
     def _probe(self, index: int) -> Probe:
         sends_statistics = self.job.settings.batchnorm != "local"

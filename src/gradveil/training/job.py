@@ -44,6 +44,15 @@ class Job:
         """Return the learning rate of a round."""
         return self.settings.rate(round_ // self.rounds_per_epoch)
 
+    def server_rate(self, round_: int) -> float:
+        """Return by how much the server scales its step: a FedAvg update is in units of the weights already."""
+        return self.rate(round_) if self.settings.algorithm == "fedsgd" else 1.0
+
+    @property
+    def examples(self) -> list[int]:
+        """How many pictures each user works on in a round."""
+        return [size * self.settings.local_steps for size in self.feed.sizes]
+
     def participants(self, round_: int) -> list[int]:
         """Return the users of a round, in rising order."""
         users = self.settings.users

@@ -76,7 +76,7 @@ class Trainer:
             uploads = [self._upload(user, done.get(user) or self._work(user, lr), mask) for user in people]
         mean = tree.weighted_mean([u.received for u in uploads], [u.payload.num_examples for u in uploads])
         traffic = self._traffic(uploads, mean, mask)
-        self._step(mean, lr)
+        self._step(mean)
         self._merge_buffers(uploads)
         self.round += 1
         return [self._report(uploads, traffic, time.perf_counter() - started)]
@@ -158,9 +158,8 @@ class Trainer:
         return Upload(user, work, payload, unseal(payload, like=parameters(self.model), within=mask))
 
     @torch.no_grad()
-    def _step(self, mean: Grads, lr: float) -> None:
-        settings = self.job.settings
-        scale = lr if settings.algorithm == "fedsgd" else 1.0  # a FedAvg update is in units of the weights already
+    def _step(self, mean: Grads) -> None:
+        settings, scale = self.job.settings, self.job.server_rate(self.round)
         for name, p in self.model.named_parameters():
             if name in mean:
                 g = mean[name].add(p, alpha=settings.weight_decay) if settings.weight_decay else mean[name]

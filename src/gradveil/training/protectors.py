@@ -251,7 +251,7 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
         return Transformed(defense, rows, job)
     if type(defense) is Soteria and defense.probes and rows.grads.is_cuda:
         return HiddenColumns(defense, rows, job)
-    if type(defense) is Hardened and min(job.feed.sizes) >= defense.examples:
+    if type(defense) is Hardened and min(job.examples) >= defense.examples:
         return Noisy(defense, rows, job)
     return Each(defense, rows, job)
 
