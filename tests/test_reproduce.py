@@ -36,6 +36,7 @@ from gradveil.reproduce import (
     pictures,
     run,
     runner,
+    scored,
     store,
     tables,
     trained,
@@ -190,6 +191,38 @@ def test_time_that_runs_out_leaves_no_file_and_a_broken_cell_stops_nothing(in_sc
     assert [p.name for p in (in_scratch / "quick").glob("*.json")] == [f"{key(second.cell)}.json"]
 
 
+def test_cells_attacked_together_find_what_they_find_alone(in_scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = "ig+mask_none_*_photos_seed0,ig+mask_dgp_*_photos_seed0,ig+mask_dgp_*_photos_round1_seed0"
+    scale = replace(TINY, adaptive="steps=4, tv=0.05")
+    alone = do(scale, in_scratch / "alone", pattern, "beyond")
+    monkeypatch.setattr(runner, "TOGETHER", {"cpu": 10})
+    together = do(scale, in_scratch / "together", pattern, "beyond")
+    assert [key(o.cell) for o in together] == [key(o.cell) for o in alone]
+    sizes = {}
+    for outcome in together:
+        one, other = (
+            store.load(store.path_of(in_scratch / place, "quick", outcome.cell)) for place in ("alone", "together")
+        )
+        assert one["scores"]["mse"] == pytest.approx(other["scores"]["mse"], rel=1e-3)
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-3)
+        sizes[outcome.cell.model, outcome.cell.rounds] = other.get("cells_together")
+    assert sizes["cnn6", 0] == sizes["cnn6", 1] == 3, "whatever their defense and their round"
+
+
+def test_a_cell_that_breaks_among_others_is_reported_alone(in_scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "TOGETHER", {"cpu": 10})
+    real = attacked.prepare
+
+    def prepare(cell: AttackCell, place: Any) -> Any:
+        if cell.defense == "dgp":
+            raise NeedError("no such thing")
+        return real(cell, place)
+
+    monkeypatch.setattr(attacked, "prepare", prepare)
+    outcomes = do(TINY, in_scratch, "ig_none_cnn6_*,ig_topk_cnn6_*_seed0,ig_dgp_cnn6_photos_seed0", "main")
+    assert {o.cell.defense: o.status for o in outcomes} == {"none": "done", "topk": "done", "dgp": "impossible"}
+
+
 def test_a_transforming_defense_is_scored_against_both_pictures(in_scratch: Path) -> None:
     (outcome,) = do(TINY, in_scratch, "rob_ats_*", "main")
     assert outcome.status == "done", outcome.note
@@ -213,7 +246,7 @@ def test_an_upload_that_carries_nothing_is_not_scored(in_scratch: Path) -> None:
     cell = TINY.attack("ig+mask", "hardened", local_steps=2)
     place = attacked.Place(TINY, None, torch.device("cpu"), None)
     with pytest.raises(NeedError, match="sent nothing"):
-        attacked.perform(cell, place, in_scratch / "strip.webp")
+        attacked.prepare(cell, place)
     (released,) = do(TINY, in_scratch, "rob+fit_hardened_*", "beyond")
     assert released.status == "done", released.note
     result = store.load(store.path_of(in_scratch, "quick", released.cell))
@@ -508,15 +541,13 @@ def test_the_view_shows_originals_from_the_readers_copy(in_scratch: Path) -> Non
 def test_the_view_shows_what_ats_made_of_the_originals(in_scratch: Path, attack: str, local_steps: int) -> None:
     cell = replace(TINY.attack(attack, "ats"), local_steps=local_steps)
     place, strip = attacked.Place(TINY, None, torch.device("cpu"), None), in_scratch / "strip.webp"
-    seen: list[Any] = []
-    keep = attacked._tiles
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attacked, "_tiles", lambda sent, *rest: seen.append(sent) or keep(sent, *rest))
-        result = attacked.perform(cell, place, strip) | {"cell": vars(cell), "device": "cpu"}
+    case = attacked.prepare(cell, place)
+    result = scored.report(case, attacked.guess([case], place)[0], place, strip)
+    result |= {"cell": vars(cell), "device": "cpu"}
     source = data.load("photos", split="test")
     changed = view.trained_on(result, source)
     assert changed is not None
-    used = data.to_pixels(torch.cat([one.trained_on.inputs for one in seen]), source.mean, source.std)
+    used = data.to_pixels(torch.cat([one.trained_on.inputs for one in case.sent]), source.mean, source.std)
     assert torch.equal(changed, used[: store.STRIP])
     assert not torch.equal(changed, source.pixels(result["victims"][: store.STRIP]))
     shown = view._strips(result, strip, source)
@@ -538,7 +569,7 @@ def test_a_strip_is_in_the_order_of_the_pictures_trained_on() -> None:
     near = 0.05 * torch.randn(batch.shape, generator=torch.Generator().manual_seed(0))
     used = torch.cat([two, one])
     sent = SimpleNamespace(batch=Batch(batch, labels), trained_on=Batch(used, labels))
-    tiles = attacked._tiles(sent, Reconstruction((used + near).flip(0)), photos)
+    tiles = scored._tiles(sent, Reconstruction((used + near).flip(0)), photos)
     wanted = data.to_pixels(used + near, photos.mean, photos.std)
     assert torch.allclose(tiles, wanted, atol=1e-5)
 

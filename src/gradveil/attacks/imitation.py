@@ -159,6 +159,11 @@ class Understanding(NamedTuple):
     imitation: Imitation | None = None
     behaviour: dict[str, Behaviour] | None = None  # None: only what arrived is evidence
 
+    @property
+    def bends(self) -> bool:
+        """Whether it changes values for good in any tensor."""
+        return any(done.bends for done in (self.behaviour or {}).values())
+
     def arrived(self, grads: Grads) -> Tensor:
         """Return which entries `[P]` were sent, as opposed to left out and perhaps covered with noise."""
         does = self.behaviour or {}

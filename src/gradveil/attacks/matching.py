@@ -1,7 +1,7 @@
 """Gradient matching: search for pictures whose gradient looks like the one that was sent."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -127,7 +127,7 @@ class GradientMatching(Attack):
     ) -> list[Reconstruction]:
         """Attack several uploads, each compared with its target if one is given instead of with what it shows itself.
 
-        Uploads of equal clients (same weights, shapes and batch size) are attacked together.
+        Uploads of equal clients (same weights, shapes and batch size) are attacked together, whatever their defense.
         """
         if self.optimizer == "lbfgs" and self.restarts > 1:
             return self._in_turns(seen, targets, rngs)
@@ -135,8 +135,9 @@ class GradientMatching(Attack):
         clients = [_Client(one, target, seed, one) for one, target, seed in zip(seen, targets, seeds, strict=True)]
         if self.adaptive:
             clients = [c if c.target else c._replace(view=before_bottleneck(c.seen)) for c in clients]
+            clients = _understood(clients)
         found: dict[int, Reconstruction] = {}
-        for group in alike([c.view for c in clients]):
+        for group in self._groups(clients):
             size = max(self._candidates(seen[group[0]]) // self.restarts, 1)
             for i in range(0, len(group), size):
                 part = group[i : i + size]
@@ -205,8 +206,8 @@ class GradientMatching(Attack):
         first = views[0]
         # Where a way round a bottleneck was found, slopes stand in the labels' place and there are none to search.
         joint = self.labels == "joint" and not isinstance(first.model, UpToEncoder)
-        known = self._known(clients)
-        aims = [c.target or self.aim(c.view, k) for c, k in zip(clients, known, strict=True)]
+        known = [c.known for c in clients]
+        aims = [c.target or self.aim(c.view, c.known) for c in clients]
         rngs = [torch.Generator().manual_seed(c.seed + i) for c in clients for i in range(each)]
         begin = [torch.stack([start(first, self.init, rng) for rng in rngs])]
         labels, searched = first_labels(joint, views, known, rngs)
@@ -225,21 +226,19 @@ class GradientMatching(Attack):
         best = losses.view(-1, each).argmin(1) + torch.arange(len(clients), device=losses.device) * each
         return [
             Reconstruction(
-                found[0][i], found_labels(joint, c.seen, k, found, labels, i), float(losses[i]), {"steps": done}
+                found[0][i], found_labels(joint, c.seen, c.known, found, labels, i), float(losses[i]), {"steps": done}
             )
-            for c, k, i in zip(clients, known, best.tolist(), strict=True)
+            for c, i in zip(clients, best.tolist(), strict=True)
         ]
 
-    def _known(self, clients: Sequence["_Client"]) -> list[Understanding]:
-        """Return what is known of each client's defense, which is tried out once for each round.
+    def _groups(self, clients: Sequence["_Client"]) -> Iterator[list[int]]:
+        """Yield which clients are attacked together: a large batch fills a GPU better than many small ones.
 
-        Nothing where a target is given: it stands for what is left of an upload once the defense is understood.
+        Rounding is imitated upload by upload, outside a graph, which must not hold up the others.
         """
-        known: dict[int, Understanding] = {}
-        for c in clients:
-            if self.adaptive and c.target is None and c.seen.round not in known:
-                known[c.seen.round] = understand(c.seen)
-        return [Understanding() if c.target else known.get(c.seen.round, Understanding()) for c in clients]
+        for group in alike([c.view for c in clients], any_defense=True):
+            slow = {i for i in group if clients[i].known.bends or self.reapply == "always"}
+            yield from (part for part in ([i for i in group if i not in slow], sorted(slow)) if part)
 
 
 def enlarged(cost: Cost, shape: tuple[int, ...]) -> Cost:
@@ -254,3 +253,20 @@ class _Client(NamedTuple):
     target: Target | None
     seed: int
     view: Observation  # what is attacked in its place, if there is a way round the defense
+    known: Understanding = Understanding()
+
+
+def _understood(clients: Sequence[_Client]) -> list[_Client]:
+    """Return the clients with what is known of their defense, which is tried out once for each round.
+
+    Nothing where a target is given: it stands for what is left of an upload once the defense is understood.
+    """
+    found = list(clients)
+    for group in alike([c.view for c in clients]):
+        rounds: dict[int, Understanding] = {}
+        for i in group:
+            seen = clients[i].seen
+            if clients[i].target is None and seen.round not in rounds:
+                rounds[seen.round] = understand(seen)
+            found[i] = clients[i] if clients[i].target else clients[i]._replace(known=rounds[seen.round])
+    return found

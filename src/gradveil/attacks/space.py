@@ -1,6 +1,7 @@
 """The space an attacker searches: model inputs whose pixels lie in 0..1."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,13 @@ def enlarge(x: Tensor, shape: tuple[int, ...]) -> Tensor:
     return flat.view(*x.shape[:2], *shape)
 
 
-def alike(seen: Sequence[Observation]) -> list[list[int]]:
-    """Return the indices grouped by client: those with equal weights, shapes and settings can be attacked together."""
+def alike(seen: Sequence[Observation], *, any_defense: bool = False) -> list[list[int]]:
+    """Return the indices grouped by client: those with equal weights, shapes and settings can be attacked together.
+
+    `any_defense` leaves the defense out of it.
+    """
+    if any_defense:
+        seen = [replace(one, defense=None) for one in seen]
     groups: list[list[int]] = []
     for i, one in enumerate(seen):
         for group in groups:

@@ -1,7 +1,9 @@
 """Doing a table cell by cell: what is recorded is skipped, what does not fit the time is left for the next command."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
@@ -16,13 +18,15 @@ from ..data import is_original
 from ..data.cifar import LAYOUTS, find_folder
 from ..errors import ConfigError, GradveilError, NeedError
 from ..training.job import pick_device
-from . import attacked, pictures, store, trained
+from . import attacked, pictures, scored, store, trained
 from .cells import AttackCell, Cell, CostCell, TrainingCell, key
 from .figures import is_of
 from .scales import Scale
 from .tables import TABLES, entries, worklist
 
 WATCH_EVERY = 50  # attack steps between two looks at the clock
+TOGETHER = {"cuda": 180}  # pictures of several cells attacked at once; a CPU gains nothing by it
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class Session:
     def left(self) -> float:
         """Seconds that remain."""
         return float("inf") if self.minutes is None else 60 * self.minutes - (time.monotonic() - self.started)
+
+    @property
+    def place(self) -> attacked.Place:
+        """Where attacks run, and the minutes that remain."""
+        minutes = None if self.minutes is None else max(self.left, 0.0) / 60
+        return attacked.Place(self.scale, self.root, pick_device(self.device), minutes)
 
 
 class Outcome(NamedTuple):
@@ -74,8 +84,11 @@ def run(
     cells = [c for c in worklist(name, session.scale, tuple(seeds)) if any(fnmatch(key(c), p) for p in patterns)]
     took: dict[str, float] = {}  # what the last cell of each attacker took
     outcomes = []
+    ahead: dict[str, Outcome] = {}  # of cells that were attacked along with an earlier one
     for done, cell in enumerate(cells, start=1):
-        outcome = _one(cell, session, took)
+        if key(cell) not in ahead:
+            ahead |= _along_with(cell, cells[done:], session, took)
+        outcome = ahead.pop(key(cell), None) or _one(cell, session, took)
         if outcome.status == "done":
             took[key(cell).partition("_")[0]] = outcome.seconds
         outcomes.append(outcome)
@@ -83,7 +96,49 @@ def run(
     return outcomes
 
 
-def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
+def _along_with(cell: Cell, later: Sequence[Cell], session: Session, took: dict[str, float]) -> dict[str, Outcome]:
+    """On a GPU, which a single cell does not fill: attack it together with later ones that join.
+
+    What breaks is left out: it is tried again alone, and reported then.
+    """
+    place = session.place
+    if not isinstance(cell, AttackCell):
+        return {}
+    room, wait = TOGETHER.get(place.device.type, 0) // cell.pictures, took.get(key(cell).partition("_")[0], 0.0)
+    if room < 2:
+        return {}
+    room = min(room, int(session.left // wait)) if wait and session.left < room * wait else room
+    joining = [c for c in later if isinstance(c, AttackCell) and attacked.joins(cell, c)]
+    wanted = [c for c in [cell, *joining] if _settled(c, session)[1] is None][: max(room, 0)]
+    if len(wanted) < 2 or wanted[0] is not cell:
+        return {}
+    outcomes: dict[str, Outcome] = {}
+    cases: list[attacked.Case] = []
+    started = time.monotonic()
+    try:
+        with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
+            for one in wanted:
+                with suppress(GradveilError, ValueError, RuntimeError, TimeoutError):
+                    cases.append(attacked.prepare(one, place))
+            started = time.monotonic()
+            found = attacked.guess(cases, place) if cases else []
+            each = (time.monotonic() - started) / max(len(cases), 1)
+        for case, guesses in zip(cases, found, strict=True):
+            path, started = _settled(case.cell, session)[0], time.monotonic()
+            result = scored.report(case, guesses, place, path.with_suffix(".webp"))
+            seconds = case.seconds + each + time.monotonic() - started
+            store.write(path, {**_head(case.cell, session, seconds), "cells_together": len(cases), **result})
+            outcomes[key(case.cell)] = Outcome(case.cell, "done", seconds)
+    except OutOfTimeError as reason:
+        spent = (time.monotonic() - started) / len(wanted)
+        return outcomes | {key(c): Outcome(c, "no time", spent, str(reason)) for c in wanted if key(c) not in outcomes}
+    except (GradveilError, ValueError, RuntimeError) as error:
+        log.warning("%d cells cannot be attacked together: %s", len(wanted), error)
+    return outcomes
+
+
+def _settled(cell: Cell, session: Session) -> tuple[Path, Outcome | None]:
+    """Return where the result of a cell lies, and its outcome if there is nothing to do."""
     at_hand = copy_at_hand(_data_of(cell), session.root)
     original = at_hand is None or is_original(_data_of(cell), {"test": at_hand})
     place = session.scale.name if original else store.OTHER_COPY
@@ -93,9 +148,16 @@ def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
     else:  # a result of another definition is run again
         known = [r for r in ([store.load(path)] if path.exists() else []) if is_of(r, cell)]
     if any(store.on_original(r) if original else r.get("digests", {}).get("test") == at_hand for r in known):
-        return Outcome(cell, "recorded")
+        return path, Outcome(cell, "recorded")
     if isinstance(cell, TrainingCell) and not session.train and session.scale.name != "quick":
-        return Outcome(cell, "untrained", note=trained.command(cell))
+        return path, Outcome(cell, "untrained", note=trained.command(cell))
+    return path, None
+
+
+def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
+    path, settled = _settled(cell, session)
+    if settled is not None:
+        return settled
     if session.left <= took.get(key(cell).partition("_")[0], 0.0):
         return Outcome(cell, "no time")
     if isinstance(cell, AttackCell):
@@ -136,15 +198,14 @@ def copy_at_hand(name: str, root: str | None) -> str | None:
 
 
 def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
-    device = pick_device(session.device)
-    minutes = None if session.minutes is None else max(session.left, 0.0) / 60
+    place = session.place
     match cell:
         case AttackCell():
-            place = attacked.Place(session.scale, session.root, device, minutes)
             with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
-                return attacked.perform(cell, place, path.with_suffix(".webp"))
+                case = attacked.prepare(cell, place)
+                return scored.report(case, attacked.guess([case], place)[0], place, path.with_suffix(".webp"))
         case TrainingCell():
-            return trained.perform(cell, root=session.root, device=session.device, minutes=minutes)
+            return trained.perform(cell, root=session.root, device=session.device, minutes=place.minutes)
         case CostCell():
             found = costs.measure(
                 cell.model,
@@ -152,7 +213,7 @@ def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
                 users=cell.users,
                 batch_size=cell.batch_size,
                 rounds=cell.rounds,
-                device=str(device),
+                device=str(place.device),
                 side=cell.side,
                 seed=cell.seed,
             )
