@@ -25,7 +25,7 @@ from .scales import Scale
 from .tables import TABLES, entries, worklist
 
 WATCH_EVERY = 50  # attack steps between two looks at the clock
-TOGETHER = {"cuda": 180}  # pictures of several cells attacked at once; a CPU gains nothing by it
+TOGETHER = {"cuda": 200}  # pictures of several cells attacked at once; a CPU gains nothing by it
 log = logging.getLogger(__name__)
 
 
