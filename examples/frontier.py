@@ -22,7 +22,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from frontier_view import GALLERY, Store, draw_picture, fill_page
+from frontier_picture import draw_picture
+from frontier_view import GALLERY, Store, fill_page
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from variants import VARIANTS, Gathered

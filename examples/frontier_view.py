@@ -1,4 +1,4 @@
-"""The result files of `frontier.py`: one per attack and per training run; and what is drawn and written from them."""
+"""The result files of `frontier.py`: one per attack and per training run; and the tables written from them."""
 
 import itertools
 import json
@@ -16,6 +16,8 @@ Entry = dict[str, Any]
 GALLERY = 99  # other pictures in the line-up of the identification
 KINDS = ("pixels", "coarse", "history")
 MARKED = re.compile(r"(<!-- frontier model=(\S+) batch=(\d+)( tables)? -->\n)(.*?)(<!-- /frontier -->)", re.DOTALL)
+MIXED = re.compile(r"(<!-- uploads model=(\S+) batch=(\d+) -->\n)(.*?)(<!-- /uploads -->)", re.DOTALL)
+NAMES = {"none": "raw gradient", "dgp": "published DGP"}
 UNMIXED = "hardened(examples=1)"  # the tables' `hardened1`: uploads of 32 examples leave it as they leave `hardened`
 
 
@@ -164,61 +166,39 @@ def _caption(found: dict[str, dict[str, Entry]], trained: dict[str, Entry], batc
     return text
 
 
+def render_uploads(store: Store, model: str, batch: int) -> str:
+    """Return what each attack finds in uploads of several pictures, the fresh model first.
+
+    The floor is what the same guesses score on the pictures of another upload.
+    """
+    order = ["none", "dgp"]
+    entries = [e for e in store.entries("attack", model=model, batch=batch) if "repeat" not in e["setting"]]
+    entries.sort(key=lambda e: ("after" in e["setting"], order.index(e["defense"]) if e["defense"] in order else 2))
+    lines = [
+        "| upload | attack | SSIM / floor | identified / floor | mean place / floor | run |",
+        "|---|---|---|---|---|---|",
+    ]
+    for e in entries:
+        mean, other = e["mean"], e["floor"]["another upload"]
+        name = NAMES.get(e["defense"], f"`{e['defense']}`") + (", trained model" if "after" in e["setting"] else "")
+        scores = [f"{mean['ssim']:.3f} / {other['ssim']:.3f}", f"{mean['identified']:.0%} / {other['identified']:.0%}"]
+        scores.append(f"{mean['rank']:.1f} / {other['rank']:.1f}")
+        commit = e["environment"]["commit"][:7]
+        lines.append(f"| {name} | {_told(e['attack'])} | {' | '.join(scores)} | `{commit}` |")
+    among = f"identified among {GALLERY + batch}" if entries else "none recorded"
+    return "\n".join([*lines, "", f"{entries[0]['setting']['n'] if entries else 0} pictures; {among}."]) + "\n"
+
+
+def _told(attack: str) -> str:
+    """Return an attack in words."""
+    known = dict(re.findall(r"(\w+)=(\w+|'\w+')", attack))
+    what = f"{known['coarse']}x{known['coarse']} pictures" if "coarse" in known else "every pixel"
+    plain = ", tensors not weighed by their noise" if known.get("weighting") == "'none'" else ""
+    return f"{what}, {known['steps']} steps{plain}"
+
+
 def fill_page(text: str, store: Store) -> str:
     """Return a page with every table between its markers written anew."""
     with_tables = Store(store.folder, store.folder.parent / "full")
+    text = MIXED.sub(lambda m: m[1] + render_uploads(store, m[2], int(m[3])) + m[5], text)
     return MARKED.sub(lambda m: m[1] + render(with_tables if m[4] else store, m[2], int(m[3])) + m[6], text)
-
-
-def draw_picture(store: Store, model: str, picture: Path) -> None:
-    """Draw the frontier of one model; names stand in a column at the side, so that none hides another."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    trained = accuracies(store, model)
-    points: list[tuple[float, float, float, str]] = []
-    for defense, kinds in worst(store, model).items():
-        result = trained[defense]["result"] if defense in trained else None
-        if result and result["status"] == "finished":
-            up = result["per_user_and_round"]["bytes_up"]
-            points.append((max(map(gain, kinds.values())), 100 * result["accuracy"], up, defense))
-    figure, axes = plt.subplots(figsize=(10, 6))
-    points.sort()
-    largest = max((point[2] for point in points), default=1.0)
-    dots = [axes.scatter(accuracy, leak, s=20 + 300 * up / largest, alpha=0.6) for leak, accuracy, up, _ in points]
-    low, high = axes.get_ylim()
-    heights = _apart([(point[0] - low) / (high - low) for point in points])
-    for height, dot, (leak, accuracy, up, defense) in zip(heights, dots, points, strict=True):
-        axes.annotate(
-            f"{defense}  ({up / 1000:.0f} kB)",
-            (accuracy, leak),
-            xytext=(1.03, height),
-            textcoords="axes fraction",
-            fontsize=8,
-            va="center",
-            color=dot.get_facecolor()[0][:3] * 0.8,
-            arrowprops={"arrowstyle": "-", "lw": 0.4, "color": "grey", "relpos": (0, 0.5)},
-            annotation_clip=False,
-        )
-    low, high = axes.get_xlim()
-    axes.set_xlim(min(low, high - 4), high)  # a tenth of a point must not look like a gulf
-    axes.axhline(0, color="grey", lw=0.8, ls=":")
-    axes.set_xlabel("test accuracy, %")
-    axes.set_ylabel("SSIM of the worst attack beyond its own floor")
-    axes.set_title(f"{model}: low and right is better; the size of a dot is the upload", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-    plt.close(figure)
-
-
-def _apart(heights: list[float]) -> list[float]:
-    """Return rising heights in 0..1, moved apart just so far that a line of text fits between two of them."""
-    gap = min(0.05, 1 / max(len(heights), 1))
-    above = 1 - gap * len(heights)
-    for place in range(len(heights)):
-        least = heights[place - 1] + gap if place else gap / 2
-        above += gap
-        heights[place] = min(max(heights[place], least), above - gap / 2)
-    return heights

@@ -181,8 +181,30 @@ def test_the_page_shows_what_the_files_hold(scripts: Callable[[str], ModuleType]
     view = scripts("frontier_view")
     text = (ROOT / "docs" / "hardened.md").read_text(encoding="utf-8")
     assert view.MARKED.search(text), "the page has lost its markers"
+    assert view.MIXED.search(text), "the page has lost its markers"
     again = view.fill_page(text, view.Store(ROOT / "results" / "frontier"))
     assert again == text, "run: python examples/frontier.py table docs/hardened.md"
+
+
+def test_uploads_of_several_pictures_stand_beside_another_upload(
+    scripts: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    view = scripts("frontier_view")
+    store, score = view.Store(tmp_path), {"ssim": 0.25, "identified": 0.5, "rank": 3.0}
+    found = {"mean": score, "floor": {"another upload": {**score, "rank": 7.0}}, "environment": {"commit": "0" * 40}}
+    for defense, attack in (("hardened", "ig(coarse=8, steps=5, weighting='none')"), ("none", "ig(steps=5)")):
+        for trained in ({}, {"after": "run"}):
+            store.write("attack", defense, {"model": "m", "batch": 2, "n": 4, **trained}, found, attack)
+    lines = view.render_uploads(store, "m", 2).splitlines()
+    assert [line.split(" | ")[0] for line in lines[2:6]] == [
+        "| raw gradient",
+        "| `hardened`",
+        "| raw gradient, trained model",
+        "| `hardened`, trained model",
+    ]
+    assert (
+        "8x8 pictures, 5 steps, tensors not weighed by their noise | 0.250 / 0.250 | 50% / 50% | 3.0 / 7.0" in lines[3]
+    )
 
 
 def test_the_attacker_is_given_a_form_it_can_imitate(
