@@ -1,8 +1,10 @@
 """The hardened release: unbiased over time, bounded, cheap on the wire, and only as informative as it claims."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +23,8 @@ from gradveil.models import build as build_model
 from gradveil.spec import build, to_text
 from gradveil.training import Settings, assemble
 from gradveil.training.flat import Layout, Rows
-from gradveil.training.protectors import Noisy, protector_for
+from gradveil.training.hardened import Noisy
+from gradveil.training.protectors import protector_for
 
 N = 20_000
 GRID = [2 ** (k / 4) for k in range(-128, 257)]
@@ -224,6 +227,37 @@ def test_the_fast_engine_does_the_same(rng: torch.Generator) -> None:
             assert all(float((possible / size - 1).abs().min()) < 1e-3 for size in out.abs().unique())
 
 
+def test_users_with_small_batches_wait_in_the_fast_engine_too(rng: torch.Generator) -> None:
+    """Against the defense itself, user by user, also after a restart; the noise is other noise, its size is not."""
+    defense = Hardened(noise=1.0, examples=32, bits=0)
+    settings = Settings("lenet", "digits", users=3, rounds=2)
+    job = replace(assemble(settings, defense=defense), feed=SimpleNamespace(sizes=[32, 12, 20]))
+    layout = Layout(dict(job.model.named_parameters()))
+    rows = Rows(torch.zeros(3, layout.total), layout)
+    protector, states = protector_for(defense, rows, job), [defense.init(layout.views(row)) for row in rows.grads]
+    assert isinstance(protector, Noisy)
+    for round_ in range(5):
+        rows.grads.copy_(torch.randn(3, layout.total, generator=rng))
+        came = [tree.tmap(torch.clone, layout.views(row)) for row in rows.grads]
+        before = [tree.tmap(torch.clone, layout.views(protector.residual(user))) for user in range(3)]  # type: ignore[arg-type]
+        sent = [layout.views(row) for row in protector.step(round_, [])]
+        for user, (mine, state) in enumerate(zip(sent, protector.states(), strict=True)):
+            step = Step(torch.Generator().manual_seed(10 * round_ + user), round_, num_examples=job.examples[user])
+            theirs, states[user] = defense.apply(came[user], states[user], step)
+            assert tree.global_norm(mine) == pytest.approx(tree.global_norm(theirs), rel=0.1)
+            kept = tree.add(mine, tree.only("residual", state))
+            for name, total in tree.add(before[user], came[user]).items():
+                torch.testing.assert_close(kept[name], total, rtol=1e-4, atol=1e-4)
+            assert state.keys() == states[user].keys()
+            for part in ("size", "waiting"):
+                for name, size in tree.only(part, states[user]).items():
+                    torch.testing.assert_close(tree.only(part, state)[name], size, rtol=1e-4, atol=1e-5)
+            assert state["mixed"] == states[user]["mixed"]
+        again = protector_for(defense, rows, job)
+        again.load(protector.states())
+        protector = again
+
+
 def test_the_noise_of_the_fast_engine_falls_as_slowly_also_after_a_restart(rng: torch.Generator) -> None:
     job = assemble(Settings("lenet", "digits", defense="hardened", users=2, rounds=2))
     layout = Layout(dict(job.model.named_parameters()))
@@ -280,12 +314,13 @@ def test_gpu_kernel_does_the_same(bits: int, rng: torch.Generator) -> None:
     least = torch.zeros(len(sizes), device="cuda")
     least[1] = 5.0  # the last upload's noise was larger
     scales[1] = float(on_grid(torch.tensor(8.0 * 5.0)))
-    release = Release(defense, 8.0, grads, held, least)
-    sizes_used = [
-        max(float(g.square().mean().sqrt()), at_least) for g, at_least in zip(grads, least.tolist(), strict=True)
-    ]
-    release.run(5)
-    torch.testing.assert_close(least.cpu(), 0.99 * torch.tensor(sizes_used))
+    waiting = torch.zeros_like(least)
+    waiting[2] = 3.0  # of a batch that did not leave yet
+    scales[2] = float(on_grid(8.0 * (3.0 + grads[2].square().mean().sqrt())))
+    rows = zip(grads, waiting.tolist(), least.tolist(), strict=True)
+    expected = [max(float(g.square().mean().sqrt()) + more, at_least) for g, more, at_least in rows]
+    used = Release(defense, 8.0, grads, held).run(5, least, waiting)
+    torch.testing.assert_close(used.cpu(), torch.tensor(expected))
     for sent, rest, total, scale in zip(grads, held, totals, scales, strict=True):
         torch.testing.assert_close(sent + rest, total, rtol=1e-4, atol=1e-3)
         for level in sent.abs().unique().tolist() if bits else ():

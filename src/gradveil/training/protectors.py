@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +21,10 @@ from ..defenses import (
     Soteria,
     TopK,
 )
-from ..defenses.hardened import FASTEST_FALL, rms
 from ..errors import GradientError
-from ..select import gpu
 from ..veil import derive_rng
 from .flat import InPlace, Rows
+from .hardened import Noisy
 from .job import Job
 from .protector import Feedback, Protector
 from .soteria import HiddenColumns
@@ -112,54 +110,6 @@ class Aligned(Feedback):
 
     def require_finite(self) -> None:
         self._top.require_finite()
-
-
-class Noisy(Feedback):
-    """The hardened release for all users at once."""
-
-    def __init__(self, defense: Hardened, rows: Rows, job: Job) -> None:
-        super().__init__(defense, rows, feedback=True)
-        assert self.held is not None
-        self._defense, self._job = defense, job
-        self._noise = defense.strength(sum(rows.layout.sizes))
-        grads, held = rows.segments(rows.grads), rows.segments(self.held)
-        self._pairs = list(zip(grads, held, strict=True))
-        self._least = torch.zeros(
-            len(grads), device=rows.grads.device
-        )  # what the noise of each is measured by at least
-        self._kernel: Any = None
-        if rows.grads.is_cuda and gpu.AVAILABLE:
-            from .release import Release
-
-            self._kernel = Release(defense, self._noise, grads, held, self._least)
-
-    def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
-        rng = derive_rng(self._job.settings.seed, "all", round_, "noise", self._job.device.type)
-        if self._kernel is not None:
-            self._kernel.run(rng.initial_seed())
-            return self.rows.grads
-        for (grads, held), least in zip(self._pairs, self._least, strict=True):
-            normal = torch.randn(1, grads.numel(), generator=rng, device=grads.device)
-            size = torch.maximum(rms(grads[None]), least)
-            sent, rest = self._defense.release(grads[None], held[None], normal, self._noise, size)
-            grads.copy_(sent[0])
-            held.copy_(rest[0])
-            least.copy_(FASTEST_FALL * size[0])
-        return self.rows.grads
-
-    def states(self) -> list[State]:
-        # Every batch is large enough to be released at once, so nothing is ever waiting.
-        sizes = [dict(zip(self.rows.layout.shapes, row.split(1), strict=True)) for row in self._by_user()]
-        states = [{**state, **tree.under("size", size)} for state, size in zip(super().states(), sizes, strict=True)]
-        return [{**self._defense.init(tree.only("residual", state)), **state} for state in states]
-
-    def load(self, states: Sequence[State]) -> None:
-        super().load(states)
-        for row, state in zip(self._by_user(), states, strict=True):
-            row.copy_(torch.cat([tree.only("size", state)[name] for name in self.rows.layout.shapes]))
-
-    def _by_user(self) -> Tensor:
-        return self._least.view(self.rows.users, -1)
 
 
 class White(Protector):
@@ -251,7 +201,7 @@ def protector_for(defense: Defense, rows: Rows, job: Job) -> Protector:
         return Transformed(defense, rows, job)
     if type(defense) is Soteria and defense.probes and rows.grads.is_cuda:
         return HiddenColumns(defense, rows, job)
-    if type(defense) is Hardened and min(job.examples) >= defense.examples:
+    if type(defense) is Hardened:
         return Noisy(defense, rows, job)
     return Each(defense, rows, job)
 

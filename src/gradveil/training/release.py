@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ..defenses import Hardened
-from ..defenses.hardened import FASTEST_FALL
 from ..select.gpu import BLOCK, WARPS, plan_for
 from ..theory import HIGHEST, LOWEST, PER_OCTAVE
 
@@ -71,29 +70,27 @@ def _release(
 
 
 class Release:
-    """Overwrites gradients with what is sent and residuals with what is held back; addresses must not change.
+    """Overwrites gradients with what is sent and residuals with what is held back; addresses must not change."""
 
-    `least` holds, for every tensor, the smallest RMS its noise is measured by; a run brings it up to date.
-    """
-
-    def __init__(
-        self, defense: Hardened, noise: float, grads: Sequence[Tensor], held: Sequence[Tensor], least: Tensor
-    ) -> None:
+    def __init__(self, defense: Hardened, noise: float, grads: Sequence[Tensor], held: Sequence[Tensor]) -> None:
         device = grads[0].device
         self._keep = (list(grads), list(held))
-        self._noise, self._forget, self._least = noise, 1 - defense.memory, least
+        self._noise, self._forget = noise, 1 - defense.memory
         self._plan = plan_for(tuple(g.numel() for g in grads), ((0, 0),) * len(grads), device)
         self._entries = self._plan.sizes.clamp_min(1)
         self._pointers = torch.tensor([[t.data_ptr() for t in row] for row in (grads, held)], device=device)
         self._levels = torch.tensor(defense.levels(noise), device=device)
 
-    def run(self, seed: int) -> None:
-        """Launch the kernels; `seed` settles the noise."""
-        where = (self._plan.blocks, self._pointers, len(self._least))
+    def run(self, seed: int, least: Tensor, waiting: Tensor) -> Tensor:
+        """Launch the kernels; `seed` settles the noise. Return what the noise of each tensor was measured by.
+
+        That is the RMS of its gradient and the size of what waited since the last upload, at `least` so much.
+        """
+        where = (self._plan.blocks, self._pointers, len(least))
         programs = (len(self._plan.blocks),)
-        sums = torch.zeros_like(self._least)
+        sums = torch.zeros_like(least)
         _squares[programs](*where, sums, BLOCK=BLOCK, num_warps=WARPS)
-        sizes = torch.maximum((sums / self._entries).sqrt_(), self._least)
+        sizes = torch.maximum((sums / self._entries).sqrt_().add_(waiting), least)
         chosen = (seed % 2**31, self._noise, self._levels, self._forget)
         _release[programs](*where, sizes, *chosen, LEVELS=len(self._levels), BLOCK=BLOCK, num_warps=WARPS)
-        torch.mul(sizes, FASTEST_FALL, out=self._least)
+        return sizes
