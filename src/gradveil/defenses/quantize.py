@@ -45,24 +45,25 @@ class Quantize(Defense):
 
     def _round(self, g: Tensor, rng: torch.Generator) -> Tensor:
         sent = g != 0
+        if self.bits == 1 and self.rounding == "nearest":  # one level, their mean: an attacker repeats this every step
+            size = g.abs().sum(dtype=torch.float64) / sent.sum().clamp_min(1)
+            return torch.copysign(size.to(g.dtype), g).mul_(sent)
         values = g[sent].double()
         if values.numel() == 0 or 8 * g.element_size() <= self.bits:
             return g.clone()
         magnitudes = values.abs()
         low, high = (float(end) for end in torch.aminmax(magnitudes))
-        if self.bits == 1 and self.rounding == "stochastic":
+        if self.bits == 1:
             rounded = _between(values, values.new_tensor([-high, high]), self._chance(values, rng))
         else:
-            table = self._levels(low, high, float(magnitudes.mean()), g)
+            table = self._levels(low, high, g)
             rounded = _between(magnitudes, table, self._chance(values, rng)).copysign(values)
         return torch.zeros_like(g).masked_scatter(sent, rounded.to(g.dtype))
 
-    def _levels(self, low: float, high: float, mean: float, g: Tensor) -> Tensor:
+    def _levels(self, low: float, high: float, g: Tensor) -> Tensor:
         """Return the magnitudes that may be sent, rising, all of them numbers of g's type."""
         count = 1 << (self.bits - 1)
-        if count == 1:
-            table = torch.tensor([mean], dtype=torch.float64)
-        elif self.bits < MANY:
+        if self.bits < MANY:
             table = torch.linspace(low, high, count, dtype=torch.float64)
         else:
             table = _short_floats(low, high, count, g.dtype)
