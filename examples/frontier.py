@@ -166,7 +166,8 @@ def attack(
         for name in attack:
             setting = {"model": model, "data": data_name, "batch": batch, "age": age, "n": pictures, "seed": seed}
             setting |= {"repeat": repeat} if repeat else {}
-            setting |= {"after": str(checkpoint or after_rounds)} if checkpoint or after_rounds else {}
+            after = checkpoint.stem if checkpoint else str(after_rounds or "")
+            setting |= {"after": after} if after else {}
             if store.has("attack", text, setting, name):
                 continue
             weights = checkpoint
