@@ -166,7 +166,7 @@ def attack(
         for name in attack:
             setting = {"model": model, "data": data_name, "batch": batch, "age": age, "n": pictures, "seed": seed}
             setting |= {"repeat": repeat} if repeat else {}
-            after = checkpoint.stem if checkpoint else str(after_rounds or "")
+            after = _name_of(checkpoint) if checkpoint else str(after_rounds or "")
             setting |= {"after": after} if after else {}
             if store.has("attack", text, setting, name):
                 continue
@@ -189,6 +189,11 @@ def attack(
             store.write("attack", text, setting, {**result, "environment": record.environment()}, name)
             brief = {m: round(v, 3) for m, v in result["mean"].items() if m in ("ssim", "lpips", "identified")}
             print(text, name, setting, brief, f"{result['seconds']:.0f} s", flush=True)
+
+
+def _name_of(checkpoint: Path) -> str:
+    """Return what a trained model is called: its file, or its folder if that is a run's."""
+    return checkpoint.absolute().parent.name if checkpoint.name == CHECKPOINT else checkpoint.stem
 
 
 @app.command()

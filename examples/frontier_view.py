@@ -111,11 +111,12 @@ def accuracies(store: Store, model: str) -> dict[str, Entry]:
     return {e["defense"]: e for e in entries if json.dumps(e["setting"]) == common}
 
 
-def worst(store: Store, model: str, batch: int | None = None) -> dict[str, dict[str, Entry]]:
-    """Return, for each defense and kind of attack, the entry that gained most."""
+def worst(store: Store, model: str, batch: int = 1) -> dict[str, dict[str, Entry]]:
+    """Return, for each defense and kind of attack on a fresh model, the entry that gained most."""
     found: dict[str, dict[str, Entry]] = {}
-    chosen = {"model": model} | ({} if batch is None else {"batch": batch})
-    for entry in store.entries("attack", **chosen):
+    for entry in store.entries("attack", model=model, batch=batch):
+        if "after" in entry["setting"]:
+            continue  # of a trained model
         kinds = found.setdefault(entry["defense"], {})
         kind = kind_of(entry["attack"])
         if kind not in kinds or gain(entry) > gain(kinds[kind]):
@@ -172,7 +173,8 @@ def render_uploads(store: Store, model: str, batch: int) -> str:
     The floor is what the same guesses score on the pictures of another upload.
     """
     order = ["none", "dgp"]
-    entries = [e for e in store.entries("attack", model=model, batch=batch) if "repeat" not in e["setting"]]
+    found = store.entries("attack", model=model, batch=batch)
+    entries = [e for e in found if "repeat" not in e["setting"] and "another upload" in e["floor"]]
     entries.sort(key=lambda e: ("after" in e["setting"], order.index(e["defense"]) if e["defense"] in order else 2))
     lines = [
         "| upload | attack | SSIM / floor | identified / floor | mean place / floor | run |",
@@ -194,7 +196,8 @@ def _told(attack: str) -> str:
     known = dict(re.findall(r"(\w+)=(\w+|'\w+')", attack))
     what = f"{known['coarse']}x{known['coarse']} pictures" if "coarse" in known else "every pixel"
     plain = ", tensors not weighed by their noise" if known.get("weighting") == "'none'" else ""
-    return f"{what}, {known['steps']} steps{plain}"
+    steps = f", {known['steps']} steps" if "steps" in known else ""
+    return f"{what}{steps}{plain}"
 
 
 def fill_page(text: str, store: Store) -> str:

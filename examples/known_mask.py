@@ -72,7 +72,10 @@ def fill_page(text: str, store: Store) -> str:
 def render(store: Store, models: list[str]) -> str:
     """Return the table of some models in Markdown; what was not run is named."""
     found: dict[tuple[str, str, int], Entry] = {
-        (model, e["defense"], e["setting"]["age"]): e for model in models for e in store.entries("attack", model=model)
+        (model, e["defense"], e["setting"]["age"]): e
+        for model in models
+        for e in store.entries("attack", model=model, n=PICTURES)
+        if e["attack"] == f"inverting_gradients(steps={STEPS})"
     }
     headings = ["what the server receives", *(f"{model}: SSIM, LPIPS, identified" for model in models)]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]

@@ -195,6 +195,28 @@ def test_top_k_leaves_no_room_above_what_was_sent():
         assert not bool(high[first != 0].any())
 
 
+@pytest.mark.parametrize("how", [{}, {"masked": "never", "reapply": "always"}])
+def test_uploads_of_several_defenses_are_attacked_together_as_alone(how):
+    attack, net = GradientMatching(steps=6, **how), model()
+    defenses = (DualPrune(), Hardened(noise=4.0, examples=1), Identity(), Quantize(1))
+    seen = [uploads(net, ONES[:1], defense)[0] for defense in defenses]
+    together = attack.run_many(seen, rngs(len(seen)))
+    for one, rng, found in zip(seen, rngs(len(seen)), together, strict=True):
+        alone = attack.run(one, rng)
+        assert alone.loss == pytest.approx(found.loss, rel=1e-3, abs=1e-6)
+        assert float((alone.inputs - found.inputs).abs().mean()) < 1e-3
+
+
+def test_want_of_memory_does_not_make_an_attacker_ignorant(monkeypatch):
+    def full(self, grads, state, step):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    seen = uploads(model(), ONES[:1], TopK(0.2))[0]
+    monkeypatch.setattr(TopK, "apply", full)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        understand(seen)
+
+
 def test_a_bottleneck_is_gone_round():
     defense = PRECODE(latent=32)
     seen = uploads(defense.prepare_model(model()), ONES, defense)

@@ -102,6 +102,47 @@ def test_batch_statistics_in_training_mode_and_untouched_buffers():
     assert all(torch.equal(t, before[name]) for name, t in seen.model.state_dict().items())
 
 
+def frozen_batchnorm() -> nn.Module:
+    """In training mode but for its BatchNorm, which goes by running statistics that are not the batch's."""
+    net = nn.Sequential(nn.Conv2d(3, 4, 3, 4), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Flatten(), nn.Linear(64, 10))
+    net[1].running_mean += 0.3
+    net.train()[1].eval()
+    return net
+
+
+def normed(*norms: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3, 4), *norms, nn.Sigmoid(), nn.Flatten(), nn.Linear(64, 10)).train()
+
+
+TWICE = nn.LayerNorm([4, 4, 4])
+NORMS = {
+    "batch": lambda: normed(nn.BatchNorm2d(4)),
+    "batch, bare": lambda: normed(nn.BatchNorm2d(4, affine=False, track_running_stats=False)),
+    "batch, frozen": frozen_batchnorm,
+    "instance": lambda: normed(nn.InstanceNorm2d(4, affine=True)),
+    "layer, twice": lambda: normed(TWICE, TWICE),
+    "group": lambda: normed(nn.GroupNorm(2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_second_derivatives_of_normalisation_equal_plain_autograd(name):
+    torch.manual_seed(0)
+    net = NORMS[name]().double()
+    rows = [Batch(b.inputs.double(), b.labels) for b in ROWS]
+    seen = uploads(net, rows[:1])[0]
+    x, y = stack(rows)
+    mine = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(Vmapped(seen, False, False)(mine, y)[0].square().sum(), mine)
+    for i, row in enumerate(x):
+        own = row.clone().requires_grad_()
+        again = copy.deepcopy(net)
+        loss = cross_entropy(again(own), y[i])
+        grads = torch.autograd.grad(loss, list(again.parameters()), create_graph=True)
+        (right,) = torch.autograd.grad(sum(g.square().sum() for g in grads), own)
+        assert torch.linalg.vector_norm(found[i] - right) < 1e-9 * torch.linalg.vector_norm(right)
+
+
 @pytest.mark.parametrize("training", [False, True])
 def test_statistics_gap_by_both_ways(training):
     net = model("vgg11").train(training)

@@ -186,6 +186,12 @@ def test_the_page_shows_what_the_files_hold(scripts: Callable[[str], ModuleType]
     assert again == text, "run: python examples/frontier.py table docs/hardened.md"
 
 
+def test_a_checkpoint_is_called_by_its_file_or_its_run(scripts: Callable[[str], ModuleType]) -> None:
+    name = scripts("frontier")._name_of
+    assert name(Path("runs/hardened.safetensors")) == "hardened"
+    assert name(Path("runs/first/checkpoint.safetensors")) == "first"
+
+
 def test_uploads_of_several_pictures_stand_beside_another_upload(
     scripts: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
@@ -229,6 +235,11 @@ def test_the_rows_about_a_known_mask_run_and_stand_on_a_page(
     assert done.exit_code == 0, done.output
     monkeypatch.setattr(known_mask, "ROWS", rows)
     marks = "<!-- known mask models=lenet -->\nold\n<!-- /known mask -->"
+    assert "| DGP, 1 earlier round | not run |" in known_mask.fill_page(marks, known_mask.Store(tmp_path)), (
+        "fewer steps"
+    )
+    monkeypatch.setattr(known_mask, "STEPS", 2)
+    monkeypatch.setattr(known_mask, "PICTURES", 2)
     page = known_mask.fill_page(marks, known_mask.Store(tmp_path))
     assert re.search(r"\| DGP, 1 earlier round \| -?0\.\d{3}, ", page)
     assert "| never run | not run |" in page

@@ -227,11 +227,12 @@ def test_the_fast_engine_does_the_same(rng: torch.Generator) -> None:
             assert all(float((possible / size - 1).abs().min()) < 1e-3 for size in out.abs().unique())
 
 
-def test_users_with_small_batches_wait_in_the_fast_engine_too(rng: torch.Generator) -> None:
+@pytest.mark.parametrize("sizes", [[32, 12, 20], [12, 12, 20], [16, 16, 16]])
+def test_users_with_small_batches_wait_in_the_fast_engine_too(sizes: list[int], rng: torch.Generator) -> None:
     """Against the defense itself, user by user, also after a restart; the noise is other noise, its size is not."""
     defense = Hardened(noise=1.0, examples=32, bits=0)
     settings = Settings("lenet", "digits", users=3, rounds=2)
-    job = replace(assemble(settings, defense=defense), feed=SimpleNamespace(sizes=[32, 12, 20]))
+    job = replace(assemble(settings, defense=defense), feed=SimpleNamespace(sizes=sizes))
     layout = Layout(dict(job.model.named_parameters()))
     rows = Rows(torch.zeros(3, layout.total), layout)
     protector, states = protector_for(defense, rows, job), [defense.init(layout.views(row)) for row in rows.grads]

@@ -223,6 +223,37 @@ def test_a_cell_that_breaks_among_others_is_reported_alone(in_scratch: Path, mon
     assert {o.cell.defense: o.status for o in outcomes} == {"none": "done", "topk": "done", "dgp": "impossible"}
 
 
+def test_cells_go_together_only_while_there_is_time_and_break_together_once(
+    in_scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "TOGETHER", {"cpu": 10})
+    prepared: list[str] = []
+    sizes: list[int] = []
+    prepare, guess = attacked.prepare, attacked.guess
+
+    def noted(cell: AttackCell, place: Any) -> Any:
+        prepared.append(key(cell))
+        return prepare(cell, place)
+
+    def breaking(cases: Any, place: Any) -> Any:
+        sizes.append(len(cases))
+        if len(cases) > 1:
+            raise KeyError("one of them")
+        return guess(cases, place)
+
+    monkeypatch.setattr(attacked, "prepare", noted)
+    pattern = "ig_none_cnn6_photos_seed0,ig_topk_cnn6_photos_seed0,ig_dgp_cnn6_photos_seed0"
+    assert {o.status for o in do(TINY, in_scratch, pattern, "main", minutes=1e-9)} == {"no time"}
+    assert not prepared
+    done = do(TINY, in_scratch / "timed", pattern, "main", minutes=10)
+    assert {o.status for o in done} == {"done"}
+    files = [store.load(store.path_of(in_scratch / "timed", "quick", o.cell)) for o in done]
+    assert [f.get("cells_together") for f in files] == [None, 2, 2], "the first tells how long they take"
+    monkeypatch.setattr(attacked, "guess", breaking)
+    assert {o.status for o in do(TINY, in_scratch / "broken", pattern, "main")} == {"done"}
+    assert sizes == [3, 1, 1, 1]
+
+
 def test_a_transforming_defense_is_scored_against_both_pictures(in_scratch: Path) -> None:
     (outcome,) = do(TINY, in_scratch, "rob_ats_*", "main")
     assert outcome.status == "done", outcome.note

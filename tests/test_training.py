@@ -303,6 +303,31 @@ def test_fast_and_reference_agree(changes: dict[str, Any], digits: data.Dataset)
     assert found[-1].density == pytest.approx(one_user.density, abs=1e-3)
 
 
+class Watched(nn.Module):
+    """Passes on what it gets, and adds a term to the loss."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = x
+        return x
+
+    def auxiliary_loss(self) -> torch.Tensor:
+        return self.seen.square().mean()
+
+
+def test_both_engines_add_the_terms_of_inner_layers(digits: data.Dataset) -> None:
+    def net(*more: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), *more, nn.ReLU(), nn.Linear(16, 10))
+
+    settings = replace(TINY, defense="none")
+    plain = trained(settings, train=digits, model=net(nn.Identity()))
+    slow = trained(settings, train=digits, model=net(Watched()))
+    fast = FastTrainer(assemble(settings, train=digits, model=net(Watched())))
+    list(fast)
+    assert not torch.allclose(weights(plain)["1.weight"], weights(slow)["1.weight"], atol=1e-3)
+    assert torch.allclose(weights(fast)["1.weight"], weights(slow)["1.weight"], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "changes", [{"model": "lenet"}, {"alpha": 0.05, "users": 10}, {"model": "mlp(hidden=8)"}], ids=str
 )
@@ -334,6 +359,9 @@ def test_weights_that_diverged_in_the_last_round_of_a_chunk_are_noticed(defense:
 
 
 def test_the_fast_engine_says_what_it_cannot_run() -> None:
+    counting = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.Flatten(), nn.Linear(144, 10))
+    with pytest.raises(ConfigError, match="counts its batches"):
+        trainer_for(assemble(replace(TINY, engine="fast"), model=counting))
     for changes in ({"participants": 2}, {"defense": "dp_noise"}):
         with pytest.raises(ConfigError, match="set engine to reference"):
             trainer_for(assemble(replace(TINY, engine="fast", **changes)))

@@ -27,6 +27,17 @@ def test_threads_change_nothing(text: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert all(torch.equal(one.seen.grads[name], g) for name, g in other.seen.grads.items())
 
 
+def test_a_defense_that_runs_the_model_has_the_generator_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan(model="lenet", data="digits", pictures=4, batch_size=1, round=0)
+    found = subject(plan, defenses={"soteria": build(DEFENSES, "soteria", "defense")})
+    held = []
+    seal = clients.Veil.seal
+    monkeypatch.setattr(clients, "_at_once", lambda device: 4)
+    monkeypatch.setattr(clients.Veil, "seal", lambda *a, **k: held.append(clients._COMPUTING.locked()) or seal(*a, **k))
+    clients.uploads(plan, found, clients.column_info("diagnostic", plan, found), "soteria")
+    assert held == [True] * 4
+
+
 def test_the_generator_of_the_process_belongs_to_one_client_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     busy = []
 

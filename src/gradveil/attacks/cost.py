@@ -43,6 +43,7 @@ class Comparison:
         self.length = torch.linalg.vector_norm(self.sent, dim=1)
         self.weight = _stack([t.weight for t in targets], 1.0, self.sent)
         self.responses = [t.response for t in targets]
+        self.masked = torch.tensor([t.weight is not None for t in targets], device=self.sent.device)[:, None]
 
     def __call__(self, mine: Tensor) -> Tensor:
         """Return `[N]` distances."""
@@ -62,7 +63,7 @@ class Comparison:
             rows = zip(self.responses, mine, strict=True)
             sent = torch.stack([row if respond is None else respond(row) for respond, row in rows])
         rounded = mine + (sent - mine).detach()
-        return torch.where(sent != 0, rounded, 0.0 if self.weight is None else mine)
+        return torch.where(sent != 0, rounded, torch.where(self.masked, mine, 0.0))
 
 
 class MatchingCost:

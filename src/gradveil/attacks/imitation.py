@@ -182,6 +182,8 @@ def understand(seen: Observation) -> Understanding:
     imitation = Imitation(seen, seen.defense)
     try:
         return Understanding(imitation, imitation.behaviour(seen.loss_fn))
+    except torch.cuda.OutOfMemoryError:
+        raise  # an attacker that knows less for want of memory would flatter the defense
     except (GradveilError, ValueError, RuntimeError) as reason:
         log.info("%s cannot be imitated (%s): going by what arrived", seen.defense.key(), reason)
         return Understanding()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, replace_all_batch_norm_modules_, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..capture import full_precision
@@ -15,6 +15,7 @@ from ..core import Batch, Grads, LossFn, Observation
 from ..errors import NeedError
 from ..gradients import auxiliary_loss, gradient, parameters
 from .layers import Layered, UnsupportedError
+from .normalise import in_plain_arithmetic
 from .objectives import statistics_gap
 
 log = logging.getLogger(__name__)
@@ -80,13 +81,7 @@ class Vmapped:
             raise NeedError(f"{seen.num_examples} examples cannot be split over {seen.local_steps} local steps")
         self.model = copy.deepcopy(seen.model)
         self.statistics = _Statistics(self.model) if statistics else None
-        if self.model.training:
-            # Batch statistics only: nothing reads the running ones then, and vmap cannot write them.
-            replace_all_batch_norm_modules_(self.model)
-        for parent in list(self.model.modules()):
-            for name, child in list(parent.named_children()):
-                if type(child) is nn.LayerNorm:
-                    setattr(parent, name, _LayerNorm(child))
+        in_plain_arithmetic(self.model)
         self.params = {name: parameters(seen.model)[name] for name in seen.grads}
         self.loss_fn: LossFn = seen.loss_fn
         self.steps, self.split = seen.local_steps, split
@@ -116,22 +111,6 @@ class Vmapped:
 
         out: tuple[Grads, Tensor] = grad(loss_of, has_aux=True)(params)
         return out
-
-
-class _LayerNorm(nn.Module):
-    """LayerNorm in plain arithmetic: torch's own has a wrong second derivative under vmap (seen in 2.13)."""
-
-    def __init__(self, norm: nn.LayerNorm) -> None:
-        super().__init__()
-        self.eps, self.axes = norm.eps, tuple(range(-len(norm.normalized_shape), 0))
-        self.weight, self.bias = norm.weight, norm.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised input."""
-        var, mean = torch.var_mean(x, self.axes, unbiased=False, keepdim=True)
-        x = (x - mean) * torch.rsqrt(var + self.eps)
-        x = x if self.weight is None else x * self.weight
-        return x if self.bias is None else x + self.bias
 
 
 class _Statistics:

@@ -4,7 +4,7 @@ import copy
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from threading import Lock
 from typing import NamedTuple
@@ -204,7 +204,9 @@ class _Client:
     def _seal(self, veil: Veil, work: _Work) -> tuple[Payload, Masks | None]:
         mask = self._common_mask(veil.round) if "mask" in self.defense.needs else None
         count = len(work.batch.labels)
-        return veil.seal(work.shown, count, model=work.model, batch=work.batch, mask=mask), mask
+        runs_model = "model" in self.defense.needs
+        with self._randomness(veil.round, "defense") if runs_model else nullcontext():
+            return veil.seal(work.shown, count, model=work.model, batch=work.batch, mask=mask), mask
 
     def _observe(self, payload: Payload, batch: Batch, mask: Masks | None) -> Observation:
         public, data = self.subject.public, self.subject.victims

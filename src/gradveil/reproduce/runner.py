@@ -16,7 +16,7 @@ from .. import paper, record
 from ..attacks.progress import Progress, watch
 from ..data import is_original
 from ..data.cifar import LAYOUTS, find_folder
-from ..errors import ConfigError, GradveilError, NeedError
+from ..errors import ConfigError, NeedError
 from ..training.job import pick_device
 from . import attacked, pictures, scored, store, trained
 from .cells import AttackCell, Cell, CostCell, TrainingCell, key
@@ -85,9 +85,10 @@ def run(
     took: dict[str, float] = {}  # what the last cell of each attacker took
     outcomes = []
     ahead: dict[str, Outcome] = {}  # of cells that were attacked along with an earlier one
+    alone: set[str] = set()  # cells that could not be
     for done, cell in enumerate(cells, start=1):
         if key(cell) not in ahead:
-            ahead |= _along_with(cell, cells[done:], session, took)
+            ahead |= _along_with(cell, cells[done:], session, took, alone)
         outcome = ahead.pop(key(cell), None) or _one(cell, session, took)
         if outcome.status == "done":
             took[key(cell).partition("_")[0]] = outcome.seconds
@@ -96,21 +97,24 @@ def run(
     return outcomes
 
 
-def _along_with(cell: Cell, later: Sequence[Cell], session: Session, took: dict[str, float]) -> dict[str, Outcome]:
+def _along_with(
+    cell: Cell, later: Sequence[Cell], session: Session, took: dict[str, float], alone: set[str]
+) -> dict[str, Outcome]:
     """On a GPU, which a single cell does not fill: attack it together with later ones that join.
 
-    What breaks is left out: it is tried again alone, and reported then.
+    What breaks is left out: it is tried again alone, and reported then. Where time is short the first cell of an
+    attacker goes alone and tells how many fit.
     """
+    wait = took.get(key(cell).partition("_")[0], 0.0)
+    unknown = session.minutes is not None and not wait
+    if not isinstance(cell, AttackCell) or unknown or key(cell) in alone or _settled(cell, session)[1] is not None:
+        return {}
     place = session.place
-    if not isinstance(cell, AttackCell):
-        return {}
-    room, wait = TOGETHER.get(place.device.type, 0) // cell.pictures, took.get(key(cell).partition("_")[0], 0.0)
-    if room < 2:
-        return {}
-    room = min(room, int(session.left // wait)) if wait and session.left < room * wait else room
-    joining = [c for c in later if isinstance(c, AttackCell) and attacked.joins(cell, c)]
-    wanted = [c for c in [cell, *joining] if _settled(c, session)[1] is None][: max(room, 0)]
-    if len(wanted) < 2 or wanted[0] is not cell:
+    room = TOGETHER.get(place.device.type, 0) // cell.pictures
+    room = min(room, int(session.left / wait)) if session.minutes is not None else room
+    joining = [c for c in later if isinstance(c, AttackCell) and key(c) not in alone and attacked.joins(cell, c)]
+    wanted = [cell, *(c for c in joining if _settled(c, session)[1] is None)][: max(room, 0)]
+    if len(wanted) < 2:
         return {}
     outcomes: dict[str, Outcome] = {}
     cases: list[attacked.Case] = []
@@ -118,8 +122,9 @@ def _along_with(cell: Cell, later: Sequence[Cell], session: Session, took: dict[
     try:
         with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
             for one in wanted:
-                with suppress(GradveilError, ValueError, RuntimeError, TimeoutError):
-                    cases.append(attacked.prepare(one, place))
+                with suppress(Exception):
+                    cases.append(attacked.prepare(one, session.place))
+                _check(session)
             started = time.monotonic()
             found = attacked.guess(cases, place) if cases else []
             each = (time.monotonic() - started) / max(len(cases), 1)
@@ -132,8 +137,9 @@ def _along_with(cell: Cell, later: Sequence[Cell], session: Session, took: dict[
     except OutOfTimeError as reason:
         spent = (time.monotonic() - started) / len(wanted)
         return outcomes | {key(c): Outcome(c, "no time", spent, str(reason)) for c in wanted if key(c) not in outcomes}
-    except (GradveilError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, they are tried alone
         log.warning("%d cells cannot be attacked together: %s", len(wanted), error)
+    alone |= {key(c) for c in wanted} - outcomes.keys()
     return outcomes
 
 
@@ -172,7 +178,7 @@ def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
         return Outcome(cell, "no time", time.monotonic() - started, str(reason))
     except NeedError as error:
         return Outcome(cell, "impossible", time.monotonic() - started, str(error))
-    except (GradveilError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever it is, the others go on
         return Outcome(cell, "failed", time.monotonic() - started, f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - started
     store.write(path, {**_head(cell, session, seconds), **found})
@@ -221,9 +227,9 @@ def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
             return {**asdict(found), **sizes, "rounds_per_epoch": paper.ROUNDS_PER_EPOCH}
 
 
-def _check(session: Session, progress: Progress) -> None:
+def _check(session: Session, progress: Progress | None = None) -> None:
     if session.left <= 0:
-        raise OutOfTimeError(f"at step {progress.step} of {progress.total}")
+        raise OutOfTimeError(f"at step {progress.step} of {progress.total}" if progress else "before the attack began")
 
 
 def _head(cell: Cell, session: Session, seconds: float) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 
 from ..core import Batch, Tensors
-from ..gradients import parameters
+from ..gradients import auxiliary_loss, parameters
 from ..veil import derive_rng
 from . import statistics
 from .flat import Layout, Rows
@@ -138,8 +138,7 @@ class Compute:
         leaves = {name: w.detach().requires_grad_() for name, w in weights.items()}
         outputs = functional_call(self._net, {**leaves, **self._buffers[user]}, (batch.inputs,))
         loss = self._job.loss_fn(outputs, batch.labels)
-        auxiliary = getattr(self._net, "auxiliary_loss", None)
-        whole = loss if auxiliary is None else loss + auxiliary()
+        whole = loss + auxiliary_loss(self._net)
         found = torch.autograd.grad(whole, list(leaves.values()), allow_unused=True, materialize_grads=True)
         return loss.detach(), found
 

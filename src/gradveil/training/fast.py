@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import tree
 from ..core import Batch
@@ -32,6 +33,8 @@ CHUNK = {"cuda": 1000, "cpu": 10}  # rounds at most between two looks at the los
 def unsupported(job: Job) -> str | None:
     """Return why the fast engine cannot run this job, or None."""
     settings = job.settings
+    if any(isinstance(m, _BatchNorm) and m.momentum is None for m in job.model.modules()):
+        return "BatchNorm without momentum counts its batches"
     if settings.invited != settings.users:
         return "all users must take part (participants 0)"
     if "per_example" in job.defense.needs:

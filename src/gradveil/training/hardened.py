@@ -34,11 +34,11 @@ class Noisy(Feedback):
 
     def step(self, round_: int, batches: Sequence[Batch]) -> Tensor:
         senders = self._mix()
+        if not senders:
+            return self.rows.grads
         rng = derive_rng(self._job.settings.seed, "all", round_, "noise", self._job.device.type)
         where = slice(None) if len(senders) == self.rows.users else torch.tensor(senders, device=self._least.device)
         least, waiting = self._least[where], self._waiting[where]
-        if not senders:
-            return self.rows.grads
         if self.rows.grads.is_cuda and gpu.AVAILABLE:
             sizes = self._kernel(senders).run(rng.initial_seed(), least.flatten(), waiting.flatten())
         else:

@@ -55,7 +55,8 @@ class HiddenColumns(Protector):
 
     def _score(self, user: int) -> None:
         # TF32 will do: an estimate from a few directions is off by far more.
-        with torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=True):
+        exact = torch.backends.cudnn.deterministic
+        with torch.backends.cudnn.flags(enabled=True, benchmark=not exact, deterministic=exact, allow_tf32=True):
             found = estimated_scores(self._job.model, self._layer, self._inputs[user], self._directions[user])
         self._scores[user].copy_(found)
 
