@@ -4,11 +4,18 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 
+import pytest
+from typer.testing import CliRunner
+
 from gradveil.audit.compare import compare_reports
 from gradveil.audit.render import to_html, to_markdown
 from gradveil.audit.report import Report
 from gradveil.audit.summary import advice, what_leaks
 from gradveil.audit.verdict import judge
+from gradveil.cli import app, commands  # noqa: F401
+from gradveil.defenses import DEFENSES
+from gradveil.defenses.advice import is_published
+from gradveil.spec import build, to_spec
 
 
 class Tags(HTMLParser):
@@ -79,6 +86,22 @@ def test_the_first_screen_says_what_leaks_and_what_to_do(report: Report) -> None
     assert "Make the attacks work first" in advice(idle)[0]
     half = replace(report, rows=[row for row in report.rows if row.defense != "dp"], cut=["dp: no time"])
     assert "Run the same command with --resume" in advice(replace(half, judgements=judge(half)))[-1]
+
+
+@pytest.mark.parametrize("text", ["dgp", "adgp", "dual_prune(top=0.1)"])
+def test_published_pruning_is_warned_of_whatever_was_found(report: Report, text: str) -> None:
+    spec = to_spec(build(DEFENSES, text, "defense"))
+    holding = replace(next(d for d in report.defenses if d.name == "hardened"), spec=spec)
+    told = advice(replace(report, defenses=[d if d.name != "hardened" else holding for d in report.defenses]))
+    assert any("does not withstand" in line and "use hardened" in line for line in told)
+    for other in ("hardened", "topk", "dp"):
+        assert not is_published(to_spec(build(DEFENSES, other, "defense")))
+
+
+@pytest.mark.parametrize("line", [["--help"], ["train", "--help"], ["audit", "--help"]])
+def test_the_help_warns_of_published_pruning(line: list[str]) -> None:
+    words = re.findall(r"\w+", CliRunner().invoke(app, line).output)
+    assert {"not", "withstand", "attacker", "arrived"} <= set(words)
 
 
 def test_compare(report: Report) -> None:

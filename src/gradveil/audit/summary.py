@@ -1,5 +1,6 @@
 """The report in plain sentences. Each one is true whatever the numbers are; none says that a defense is safe."""
 
+from ..defenses.advice import WARNING, is_published
 from .report import Judgement, Report, Verdict
 from .verdict import BASELINE, against_floor, counts
 from .words import label, listed, number, percent
@@ -53,6 +54,7 @@ def advice(report: Report) -> list[str]:
             if report.findings
             else "Let the attacks on the bare gradient run to their end first.",
             "Until then treat every gradient as if it gave its pictures away.",
+            *_published(report),
         ]
     leaks, holds, unjudged = (_with(report, verdict) for verdict in ("leaks", "holds", "incomplete"))
     out = []
@@ -72,7 +74,12 @@ def advice(report: Report) -> list[str]:
         why = report.judgement(unjudged[0]).reasons
         cut = " Run the same command with --resume and a larger budget." if report.cut else ""
         out.append(f"{listed(unjudged)} cannot be judged: {why[0] if why else 'no result'}.{cut}")
-    return out + _guard_advice(report)
+    return out + _published(report) + _guard_advice(report)
+
+
+def _published(report: Report) -> list[str]:
+    """Warn of dual pruning as published, whatever the attacks of this audit found."""
+    return [f"{d.name} {WARNING}: use hardened." for d in report.defenses if is_published(d.spec)]
 
 
 def explain(judgement: Judgement) -> str:

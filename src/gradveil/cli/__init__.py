@@ -8,11 +8,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from ..defenses.advice import WARNING
 from ..errors import GradveilError
 
 app = typer.Typer(
     name="gradveil",
-    help="Protect shared gradients, attack them to see what they give away, and report it.",
+    help="Protect shared gradients, attack them to see what they give away, and report it.\n\n"
+    f"DGP {WARNING}: use the defense [bold]hardened[/bold].",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

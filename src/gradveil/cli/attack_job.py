@@ -41,7 +41,7 @@ class AttackSettings:
     model: str = _option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
     data: str = _option("photos", "photos and digits need no download; cifar10, cifar100, or a folder of pictures.")
     root: str = _option("", "Where the dataset's files lie; empty: the usual places.")
-    defense: str = _option("none", "What the client does, such as dgp or dual_prune(top=0.1); see gradveil list.")
+    defense: str = _option("none", "What the client does, such as hardened or dgp; see gradveil list.")
     attack: str = _option("inverting_gradients", "What the server does, such as joint(rounds=2); see docs/attacks.md.")
     pictures: int = _option(4, "How many private pictures to attack.")
     batch_size: int = _option(1, "Pictures in one upload.")

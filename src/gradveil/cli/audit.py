@@ -43,7 +43,7 @@ def audit(
     Without arguments: bundled photos, a small model, the usual defenses, a naive, a mask-aware and a coarse attacker;
     no data and no download needed. A flag wins over CONFIG, and CONFIG over the defaults. The folder gets report.json
     (the truth), report.html (one page that needs nothing else) and report.md (for a pull request). Ctrl-C keeps what
-    is done.
+    is done. DGP and ADGP, as published, do not withstand an attacker who compares only the entries that arrived.
     """
     settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
     if flags["checkpoint"] and settled:

@@ -31,6 +31,8 @@ def dgp(top: float = 0.05, bottom: float = 0.75, rounding: str = "floor") -> Def
 def adgp(keep: float = 0.2, top: float = 0.05) -> Defense:
     """Aligned dual gradient pruning as published, with error feedback; needs the round's common mask.
 
+    Warning: it does not withstand an attacker who masks its own gradient with the positions that arrived.
+
     Compose: like `dgp`; noise behind it would leave the mask unless it goes to sent entries only.
     """
     return ErrorFeedback(AlignedDualPrune(keep, top))

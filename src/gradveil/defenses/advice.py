@@ -1,6 +1,16 @@
 """Which defense for which threat; `docs/hardened.md` says what of it is proved and what is only measured."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+PUBLISHED = ("dual_prune", "aligned_dual_prune")
+WARNING = "as published does not withstand an attacker who compares only the entries that arrived"
+
+
+def is_published(spec: Mapping[str, Any]) -> bool:
+    """Say whether the description of a defense is that of DGP or ADGP as published, with or without error feedback."""
+    inner = spec.get("inner", {}) if spec["name"] == "error_feedback" else spec
+    return inner.get("name") in PUBLISHED
 
 
 class Advice(NamedTuple):

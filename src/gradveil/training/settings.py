@@ -22,7 +22,11 @@ class Settings:
     model: str = _option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
     data: str = _option("digits", "cifar10, cifar100, digits, photos, or a folder with one sub-folder per class.")
     root: str = _option("", "Where the dataset's files lie; empty: the usual places.")
-    defense: str = _option("dgp", "What protects each upload, such as none, dgp, adgp, topk or dual_prune(top=0.1).")
+    defense: str = _option(
+        "dgp",
+        "What protects each upload, such as none, hardened, dgp, adgp, topk or dual_prune(top=0.1). dgp and adgp "
+        "do not withstand an attacker who compares only the entries that arrived.",
+    )
     algorithm: str = _option("fedsgd", "fedsgd: users send a gradient. fedavg: they send what local steps changed.")
     local_steps: int = _option(1, "Local steps of a user in a round (fedavg only).")
     users: int = _option(10, "Number of users.")
