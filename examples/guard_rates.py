@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from torch.nn.utils import prune
 
 from gradveil import dgp, gradient
 from gradveil.attacks.imprint import Imprint, read_bins
+from gradveil.attacks.spotlight import Silence, Spotlight
 from gradveil.attacks.traps import TrapWeights
 from gradveil.data import Dataset, load, to_pixels
 from gradveil.guard import Guard
@@ -28,6 +30,11 @@ from gradveil.metrics import aligned, pair, ssim
 from gradveil.models import build
 
 SHAPE = (3, 32, 32)
+SILENCED_BY: dict[Silence, str] = {
+    "copies": "a threshold, all alike",
+    "scattered": "a threshold, in random directions",
+    "outgoing": "outgoing weights of zero",
+}
 PIXELS = math.prod(SHAPE)
 
 
@@ -179,6 +186,10 @@ def planted(seeds: range, data: Dataset, public: Tensor) -> Iterator[tuple[str, 
         rob = Imprint(bins=bins).fitted(dgp(), data.mean, data.std)
         hit = [refused(rob.plant(bodies(s), SHAPE, torch.Generator().manual_seed(s)), s) for s in seeds]
         yield f"Rob with decoys and dead rows, {bins} bins", hit, []
+    for silence in get_args(Silence):
+        one = Spotlight(silence=silence).fitted(None, data.mean, data.std)
+        hit = [refused(one.plant(bodies(s), SHAPE, torch.Generator().manual_seed(s)), s) for s in seeds]
+        yield f"4096 rows of which one fires, the others silenced by {SILENCED_BY[silence]}", hit, []
     for share in (0.01, 0.05, 0.2):
         trap = TrapWeights(share=share)
         hit = []

@@ -180,14 +180,15 @@ class RelativeNoise(Defense):
         return {name: g + self.ratio * noise[name] for name, g in grads.items()}, state
 
 
-def test_a_spotlight_singles_out_the_brightest_picture():
+@pytest.mark.parametrize("silence", ["copies", "scattered", "outgoing"])
+def test_a_spotlight_singles_out_the_brightest_picture(silence):
     flat = PHOTOS.batch(range(64)).inputs.flatten(1)
     # Bright and rich in contrast: of a white wall nobody could tell whether it was found.
     victim = int(torch.where(flat.mean(1) > 0.5, flat.std(1), 0).argmax())
     batch = PHOTOS.batch([victim, *flat.mean(1).argsort()[:7].tolist()])
     level = batch.inputs.flatten(1).mean(1).sort(descending=True).values
     for defense, least in ((Identity(), 0.99), (RelativeNoise(16), 0.4)):
-        attack = Spotlight(batch=8, rows=1024).fitted(defense, PHOTOS.mean, PHOTOS.std)
+        attack = Spotlight(batch=8, rows=1024, silence=silence).fitted(defense, PHOTOS.mean, PHOTOS.std)
         # A threshold between the two brightest: how often that happens by itself is luck.
         attack = replace(attack, center=attack.center + float(level[:2].mean()) - attack._threshold())
         model = build("lenet", num_classes=PHOTOS.num_classes, input_shape=PHOTOS.input_shape)

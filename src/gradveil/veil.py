@@ -12,8 +12,8 @@ from torch import nn
 
 from . import tree, wire
 from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
-from .errors import GradientError, NeedError, StateError
-from .gradients import gradient, per_example_gradient
+from .errors import GradientError, GuardError, NeedError, StateError
+from .gradients import gradient, parameters, per_example_gradient
 from .guard import Guard, Seen
 from .secret import SecretGenerator, system_seed
 
@@ -38,8 +38,10 @@ class Veil:
     `seed=None` takes entropy from the system; a fixed seed makes a run repeatable, and whoever knows it can subtract
     the noise. State is replaced, never changed in place, so `copy.copy(veil)` is a free probe of the real residual.
 
-    `protect` lets `guard` look at the model first and refuses one that looks manipulated. `Guard.pin(model)` accepts
-    only your own structure; the default accepts the structure it meets first. `guard=None` is for the study of attacks.
+    `protect` lets `guard` look at the model first and refuses one that looks manipulated, or whose parameters are not
+    `params` by name and shape: make the veil from your own model, not from what arrived. `Guard.pin(model)` also holds
+    the modules and their settings to your own; the default to those it meets first. `guard=None` is for the study of
+    attacks.
 
     >>> from gradveil import DualPrune, ErrorFeedback, unseal
     >>> veil = Veil(ErrorFeedback(DualPrune(top=0.25, bottom=0.5)), {"w": torch.zeros(4)})
@@ -99,6 +101,7 @@ class Veil:
             GuardError: the model must not be given a gradient.
         """
         if self.guard is not None:
+            self._require_own(model)
             rng = derive_rng(self._seed, self.client, self.round, "guard")
             self._seen = self.guard.admit(model, self._seen, input_shape=input_shape, rng=rng)
 
@@ -211,6 +214,18 @@ class Veil:
         device = next((t.device.type for t in self._like.values()), "cpu")
         rng = derive_rng(self._seed, self.client, self.round, device=device)
         return Step(rng, self.round, model, batch, mask, num_examples)
+
+    def _require_own(self, model: nn.Module | Tensors) -> None:
+        """Refuse a model whose parameters are not the veil's: a layer was planted, or this is another model."""
+        found = parameters(model) if isinstance(model, nn.Module) else model
+        # Plain tensors by name may hold buffers too.
+        odd = found.keys() ^ self._like.keys() if isinstance(model, nn.Module) else self._like.keys() - found.keys()
+        odd |= {n for n in found.keys() & self._like.keys() if found[n].shape != self._like[n].shape}
+        if odd:
+            raise GuardError(
+                f"the model's parameters are not those this veil was made for (they differ in {min(odd)!r}): "
+                "no gradient is computed on it"
+            )
 
     def _check(self, grads: Grads) -> None:
         if grads.keys() != self._like.keys():

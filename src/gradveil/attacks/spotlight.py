@@ -8,6 +8,7 @@ let it. The one row is excited by the brightest picture of the batch alone, and 
 import copy
 import math
 from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,18 @@ from .imprint import NEVER, PHOTO_MEAN, PHOTO_SPREAD, ImprintBlock, Planted, pla
 from .space import box
 
 COLOUR = 0.1  # share of a picture's variance that is colour rather than brightness
+Silence = Literal["copies", "scattered", "outgoing"]
 ONES = 256  # inputs of the planted layer that are 1: their gradient is the factor of the row's, 256 times over
+FAR = 8  # a picture's measurement in a random direction never gets so many times as far as a pixel does
 COARSE = 0.05  # spatial frequency, in cycles per pixel, below which a photograph's spectrum is flat
 
 
 @dataclass(frozen=True)
 class Spotlight(Attack):
     """Plant a layer of `rows` rows of which one fires, for about one picture in `batch`, and read that row.
+
+    How the others are silenced is for a client who looks at the model first: as copies of the one that never fire, as
+    rows in scattered directions that never fire, or as rows of a fresh layer whose outgoing weights are zero.
 
     What the defense's noise leaves is scaled by what inputs that are always 1 show, and smoothed as a photograph's
     spectrum suggests. The noise is measured on the silent rows. Returns one picture, or none where the row holds
@@ -39,8 +45,10 @@ class Spotlight(Attack):
     center: float = 0.0
     spread: float = 0.46
     gain: float = 1e-7
+    silence: Silence = "copies"
 
     def __post_init__(self) -> None:
+        check.one_of(get_args(Silence), silence=self.silence)
         check.at_least(1, batch=self.batch)
         check.at_least(2, rows=self.rows)
         check.positive(spread=self.spread, gain=self.gain)
@@ -54,13 +62,15 @@ class Spotlight(Attack):
         return replace(self, center=center, spread=PHOTO_SPREAD * sum(1 / s for s in std) / len(std))
 
     def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
-        thresholds = torch.full((self.rows,), self.center + NEVER * self.spread)
+        never = self.center + NEVER * self.spread
+        thresholds = torch.full((self.rows,), never)
         thresholds[0] = self._threshold()
         pattern = torch.randint(2, input_shape, generator=rng, device=rng.device).float().cpu() * 2 - 1
         size = math.prod(input_shape)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             weights = torch.cat([torch.full((size,), self.gain / size), torch.zeros(ONES)])
             block = ImprintBlock(thresholds, torch.ones(self.rows), weights, pattern, self._shift())
+            self._hide(block, rng)
         like = next(model.parameters())
         return Planted(block.to(like.device, like.dtype), copy.deepcopy(model)).train(model.training)
 
@@ -76,6 +86,21 @@ class Spotlight(Attack):
         picture = (row[:-ONES] / factor).view(seen.input_shape)
         picture = smoothed(picture - picture.mean(), noise / abs(factor)) + picture.mean() - self._shift()
         return Reconstruction(picture[None].to(low.dtype).clamp(low, high), info={"noise": noise / abs(factor)})
+
+    @torch.no_grad()
+    def _hide(self, block: ImprintBlock, rng: torch.Generator) -> None:
+        """Let the silent rows look less alike."""
+        if self.silence == "copies":
+            return
+        weight, bias = block.measure.weight[1:], block.measure.bias[1:]
+        width = 1 / math.sqrt(weight.shape[1])  # as torch starts a layer
+        weight.copy_(torch.rand(weight.shape, generator=rng, device=rng.device) * 2 * width - width)
+        if self.silence == "scattered":
+            pixel = abs(self.center + self._shift()) + 4 * self.spread
+            bias.copy_(-FAR * pixel * weight.norm(dim=1))
+        else:
+            bias.copy_(torch.rand(bias.shape, generator=rng, device=rng.device) * 2 * width - width)
+            block.mix.weight[:, 1:] = 0
 
     def _threshold(self) -> float:
         return self.center + self.spread * self._quantile()

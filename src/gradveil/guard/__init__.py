@@ -7,7 +7,8 @@ out of the gradient whole. The guard asks four questions:
 - Would a layer sort pictures into bins? Two rows whose measurements of a natural picture agree to within the gap of
   their thresholds are nested: whatever excites the one excites the other, and the difference of their gradients shows
   what lies between. An imprint consists of such rows; in an honest layer, fresh or trained, they do not occur.
-- Do the units of the first layer fire for few pictures, if any? (trap weights, dead rows)
+- Is most of a layer silent, so that what is left stands out of a defense's noise? Rows that repeat each other, units of
+  the first layer that fire for few pictures, if any (also trap weights), inputs whose outgoing weights are zero.
 - Did a layer become another one since the last round, or is this a model that was answered before?
 
 `docs/guard.md` holds the measured rates and what slips through.
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 from .. import check
 from ..core import Tensors
 from ..errors import GuardError
-from .looks import low_band, nested_shares, rare_share, sketched
+from .looks import low_band, nested_shares, rare_share, repeated_share, sketched
 from .memory import REMEMBERED, Seen, changes, difference, fingerprint, sketch, tensors_of, watched
 
 __all__ = ["REMEMBERED", "Finding", "Guard", "Seen", "fingerprint"]
@@ -35,7 +36,7 @@ ROWS = 512  # rows compared in one layer, drawn anew each time so that a server 
 FEWEST_ROWS = 16  # a layer with fewer cannot sort a batch, and too few pairs would make the shares chance
 FEWEST_COLUMNS = 16
 WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture rather than an edge
-SOME = 32  # rows enough to tell how large a column is
+SILENCED = 0.95  # zero columns beyond this share are no pruning: a head of ten rows pruned to 1 % keeps a tenth of them
 MOVED = 0.05  # relative change since the weights were last looked at that calls for another look
 SAME = 1e-7  # relative change of the middle weight matrix below which a model counts as answered before
 
@@ -61,7 +62,7 @@ class Guard:
 
     Args:
         pinned: `fingerprint` of the user's own model, see `pin`; None pins what arrives first.
-        pairs: share of a layer's rows that may be nested with another one, by chance.
+        pairs: share of a layer's rows that may be nested with another one, or repeat it, by chance.
         groups: share of a layer's rows that may be nested with several others.
         traps: share of the first layer's units that may fire for few pictures only.
         gain: largest outgoing weight over the middle one.
@@ -156,8 +157,10 @@ bias=True)'): no gradient is computed on it
                 continue
             shape = _picture_shape(weight, input_shape)
             bias = tensors.get(f"{name.removesuffix('weight')}bias")
-            reason = self._reason(weight, bias, shape, shape is not None and first, rng)
-            first = first and shape is None
+            # With more inputs than pixels a layer may hold the picture and constants beside it.
+            sees = shape is not None or (input_shape is not None and weight[0].numel() > math.prod(input_shape))
+            reason = self._reason(weight, bias, shape, sees and first, rng)
+            first = first and not sees
             if reason:
                 found.append(Finding(name.removesuffix(".weight"), reason))
         return found
@@ -170,8 +173,12 @@ bias=True)'): no gradient is computed on it
         rows = weight.index_select(0, chosen).double()
         if rows.shape[1] < FEWEST_COLUMNS:
             return None
-        columns = rows[:SOME].square().sum(0).sqrt()
-        gain = float(columns.max() / columns[columns > 0].median())  # NaN where there is nothing
+        # Of all rows, not of those drawn: one entry is enough to give a unit its gradient.
+        columns = weight.abs().amax(0).double()
+        silenced = float((columns == 0).float().mean())
+        if SILENCED < silenced < 1:  # a layer that starts at zero silences nothing in particular
+            return f"{silenced:.0%} of its inputs have no outgoing weight (silenced rows before it)"
+        gain = float(columns.max() / columns[columns > 0].median())
         if gain > self.gain:
             return f"outgoing weights {gain:.0f} times as large as the middle one (decoys)"
         if len(rows) < FEWEST_ROWS:
@@ -189,8 +196,11 @@ bias=True)'): no gradient is computed on it
         pairs, groups = nested_shares(torch.stack(looks), bias)
         if pairs > self.pairs or groups > self.groups:
             return f"{pairs:.0%} of its rows sort pictures into bins (an imprint)"
+        repeated = repeated_share(looks[0])
+        if repeated > self.pairs:
+            return f"{repeated:.0%} of its rows repeat another one (an imprint, or all silent but a few)"
         if first and bias is not None:
-            rare = rare_share(rows, bias, looks[-1])
+            rare = rare_share(rows, bias, looks[-1], centred=shape is None)
             if rare > self.traps:
                 return f"{rare:.0%} of its units fire for few pictures, if any (trap weights or dead rows)"
         return None

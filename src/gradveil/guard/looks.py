@@ -14,6 +14,7 @@ BAND = 8  # lowest frequencies each way: nine tenths of what natural pictures co
 DIMS = 96  # of a row's sketch
 COLOUR = 0.3  # how much a picture's channels differ from their mean, against that mean
 ALIKE = 0.8  # correlation below which two rows measure different things
+PARALLEL = 0.1  # spread of the difference of two standardised measurements below which they are one
 NESTED = 1.0  # thresholds so far apart, against the spread of the difference, nest the rows
 DEAD = 1e-6  # a row so small against the middle one is a dead unit, not a measurement
 RARE = 0.5  # a threshold so many spreads off the centre: a unit fires for under a third of the pictures or over two
@@ -42,7 +43,7 @@ def nested_shares(looks: Tensor, bias: Tensor | None) -> tuple[float, float]:
     alike = cosine.abs()
     difference = (2 - 2 * alike).clamp_min(0).sqrt()  # spread of the difference of two standardised measurements
     if bias is None:
-        nested = difference < 0.1
+        nested = difference < PARALLEL
     else:
         threshold = -bias / spread
         gap = (threshold[..., None] - cosine.sign() * threshold[..., None, :]).abs()
@@ -54,15 +55,31 @@ def nested_shares(looks: Tensor, bias: Tensor | None) -> tuple[float, float]:
     return pairs, groups
 
 
-def rare_share(rows: Tensor, bias: Tensor, look: Tensor) -> float:
+def repeated_share(look: Tensor) -> float:
+    """Return the share of rows that measure what another one does, whatever their thresholds; rows of zeros apart.
+
+    >>> repeated_share(torch.tensor([[1.0, 0.0], [-2.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
+    0.5
+    """
+    spread = look.norm(dim=1)
+    alive = spread > DEAD * spread.median()
+    units = look[alive] / spread[alive, None]
+    alike = (units @ units.mT).abs().fill_diagonal_(0)
+    return float(((2 - 2 * alike).clamp_min(0).sqrt() < PARALLEL).any(1).float().mean())
+
+
+def rare_share(rows: Tensor, bias: Tensor, look: Tensor, *, centred: bool = False) -> float:
     """Return the share of units whose threshold lies off the centre of what they measure, by bias or by mean.
 
     The mean of pixels in 0..1 moves honest thresholds either way; only what moves more one way than the other counts.
+    Of inputs that need not be pixels the mean is unknown: `centred` leaves it out.
     """
     spread = look.norm(dim=1)
     alive = spread > DEAD * spread.median()
     threshold = -bias[alive] / spread[alive]
     by_bias = float((threshold.abs() > RARE).float().mean())
+    if centred:
+        return by_bias
     shifted = threshold - UNNORMALISED * rows.sum(1)[alive] / spread[alive]
     by_mean = float((shifted > RARE).float().mean()) - float((shifted < -RARE).float().mean())
     return max(by_bias, by_mean / ONE_SIDED)
