@@ -412,7 +412,7 @@ def lit(net: nn.Module, silence: str = "copies") -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("silence", "why"), [("copies", "repeat another one"), ("scattered", "fire for few"), ("outgoing", "no outgoing")]
+    ("silence", "why"), [("copies", "repeat another one"), ("scattered", "fire for few"), ("outgoing", "lead nowhere")]
 )
 def test_a_layer_of_which_one_row_fires_is_refused(silence, why):
     own = model("lenet")
@@ -424,11 +424,38 @@ def test_a_layer_of_which_one_row_fires_is_refused(silence, why):
             Guard().admit(planted, input_shape=SHAPE, rng=rng(seed))
 
 
-def test_an_own_unit_made_the_only_one_that_counts_is_refused():
+def only_one_leads_on(head: Tensor) -> None:
+    head[:, 1:] = 0
+
+
+def the_others_lead_to_all_classes_alike(head: Tensor) -> None:
+    head[:, 1:] = head[:1, 1:].clone()
+
+
+def one_leads_on_much_more(head: Tensor) -> None:
+    head[:, 0] *= 30
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (only_one_leads_on, "lead nowhere"),
+        (the_others_lead_to_all_classes_alike, "lead nowhere"),
+        (one_leads_on_much_more, "times as large"),
+    ],
+)
+def test_an_own_unit_made_to_stand_out_is_refused(change, why):
     net = model("mlp")
     with torch.no_grad():
-        net.get_parameter("classifier.weight")[:, 1:] = 0
-    assert findings(net) == ["classifier: 100% of its inputs have no outgoing weight (silenced rows before it)"]
+        change(net.get_parameter("classifier.weight"))
+    assert why in findings(net)[0]
+
+
+def test_a_layer_of_which_few_rows_are_not_zero_is_refused():
+    net = model("mlp")
+    with torch.no_grad():
+        net.get_parameter("features.1.weight")[60:] = 0
+    assert findings(net) == ["features.1: 77% of its rows are zero (all silent but a few)"]
 
 
 def test_a_layer_that_starts_at_zero_passes():

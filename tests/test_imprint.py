@@ -28,12 +28,13 @@ from gradveil import (
 from gradveil.attacks.analytic import LinearReadout
 from gradveil.attacks.imprint import Imprint, Planted
 from gradveil.attacks.probe import pruned_shares
-from gradveil.attacks.spotlight import Spotlight, smoothed
+from gradveil.attacks.spotlight import OwnSpotlight, Spotlight, smoothed
 from gradveil.attacks.traps import TrapWeights
 from gradveil.core import Grads, State, Step
 from gradveil.data import Dataset, load, to_pixels
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient, parameters
+from gradveil.guard import Guard
 from gradveil.metrics import aligned, pair, ssim
 from gradveil.models import build
 
@@ -197,6 +198,37 @@ def test_a_spotlight_singles_out_the_brightest_picture(silence):
         assert len(found.inputs) == 1
         guess, truth = (to_pixels(x, PHOTOS.mean, PHOTOS.std) for x in (found.inputs, batch.inputs[:1]))
         assert float(ssim(guess, truth)) > least
+
+
+def test_own_units_can_be_a_spotlight_within_the_guards_limits():
+    flat = PHOTOS.batch(range(64)).inputs.flatten(1)
+    victim = int(torch.where(flat.mean(1) > 0.5, flat.std(1), 0).argmax())
+    others = [i for i in flat.mean(1).argsort()[:16].tolist() if PHOTOS.labels[i] != 0][:7]
+    batch = PHOTOS.batch([victim, *others])
+    level = batch.inputs.flatten(1).mean(1).sort(descending=True).values
+    model = build("mlp", num_classes=PHOTOS.num_classes, input_shape=PHOTOS.input_shape)
+    correlations = []
+    for defense in (Identity(), RelativeNoise(16), Hardened(noise=16.0, examples=1)):
+        attack = OwnSpotlight(batch=8, lit=0.01).fitted(defense, PHOTOS.mean, PHOTOS.std)
+        attack = replace(attack, center=attack.center + float(level[:2].mean()) - attack._threshold())
+        changed = attack.plant(model, PHOTOS.input_shape, torch.Generator().manual_seed(0))
+        Guard.pin(model).admit(changed, input_shape=PHOTOS.input_shape)
+        found = attack.run(upload(changed, batch, defense), torch.Generator()).inputs
+        assert len(found) == 1
+        correlations.append(
+            float(torch.corrcoef(torch.stack([found.flatten(), batch.inputs[0].flatten()]))[0, 1].abs())
+        )
+    bare, noise, held = correlations
+    assert bare > 0.99
+    assert noise > 0.6
+    assert held < noise - 0.2  # the noise follows the units that stand out
+
+
+@pytest.mark.parametrize("name", ["lenet", "cnn6"])
+def test_own_spotlight_needs_a_first_layer_that_sees_the_picture(name):
+    model = build(name, num_classes=PHOTOS.num_classes, input_shape=PHOTOS.input_shape)
+    with pytest.raises(NeedError, match="first layer"):
+        OwnSpotlight().plant(model, PHOTOS.input_shape, torch.Generator())
 
 
 @pytest.mark.parametrize(("defense", "least"), [(GaussianNoise(), 0.99), (RelativeNoise(16), 0.3)], ids=str)

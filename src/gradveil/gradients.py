@@ -1,5 +1,6 @@
 """What a client computes from its batch: a gradient, per-example gradients, or the update of several local steps."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -8,10 +9,23 @@ from torch.func import functional_call, grad, vmap
 
 from .core import Batch, Grads, LossFn
 
+WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture rather than an edge
+
 
 def parameters(model: nn.Module) -> Grads:
     """Return the trainable parameters by name, detached."""
     return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def rows_see_inputs(shape: Sequence[int]) -> bool:
+    """Say whether each row of a weight sees a whole input, so that its gradient can show one.
+
+    A small kernel's gradient sums over all places and shows no picture.
+
+    >>> rows_see_inputs((256, 3072)), rows_see_inputs((64, 3, 3, 3)), rows_see_inputs((256,))
+    (True, False, False)
+    """
+    return len(shape) == 2 or (len(shape) > 2 and math.prod(shape[2:]) >= WHOLE_PICTURE)
 
 
 def total_loss(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Tensor:

@@ -21,7 +21,7 @@ from .presets import (
 from .progress import Progress, watch
 from .rgap import RGAP
 from .rounds import Chained, RepeatedRounds
-from .spotlight import Spotlight
+from .spotlight import OwnSpotlight, Spotlight
 from .traps import TrapWeights
 
 
@@ -47,6 +47,7 @@ CLASSES: tuple[type[Attack], ...] = (
     RGAP,
     GGL,
     Spotlight,
+    OwnSpotlight,
 )
 PRESETS: dict[str, Callable[..., Attack]] = {
     "inverting_gradients": inverting_gradients,
@@ -72,6 +73,7 @@ __all__ = [
     "Joint",
     "LinearReadout",
     "LowRankCompletion",
+    "OwnSpotlight",
     "Progress",
     "RepeatedRounds",
     "Spotlight",

@@ -1,4 +1,4 @@
-"""One picture out of a batch through noise that follows the size of the gradient.
+"""One picture out of a batch through noise that follows the size of the gradient: in a planted layer, or in an own one.
 
 A defense that drowns each tensor in noise of so many times its root mean square can be fed a tensor whose energy sits
 in one row: of K rows, all silent but one, that row stands out from the noise sqrt(K) times better than the rest would
@@ -8,13 +8,16 @@ let it. The one row is excited by the brightest picture of the batch alone, and 
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from .. import check
 from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
+from ..errors import NeedError
+from ..models.inspect import layers
+from .analytic import first_linear
 from .imprint import NEVER, PHOTO_MEAN, PHOTO_SPREAD, ImprintBlock, Planted, planted_in
 from .space import box
 
@@ -26,7 +29,42 @@ COARSE = 0.05  # spatial frequency, in cycles per pixel, below which a photograp
 
 
 @dataclass(frozen=True)
-class Spotlight(Attack):
+class _Light(Attack):
+    """A threshold on brightness that about one picture in `batch` exceeds."""
+
+    batch: int = 32
+    center: float = 0.0
+    spread: float = 0.46
+
+    def __post_init__(self) -> None:
+        check.at_least(1, batch=self.batch)
+        check.positive(spread=self.spread)
+
+    @property
+    def needs(self) -> frozenset[Knowledge]:
+        return frozenset({"active"})
+
+    def fitted(self, defense: Defense | None, mean: tuple[float, ...], std: tuple[float, ...]) -> Self:
+        center = 0.0 if any(mean) else PHOTO_MEAN / std[0]  # normalised pictures have mean 0 by design
+        return replace(self, center=center, spread=PHOTO_SPREAD * sum(1 / s for s in std) / len(std))
+
+    def _threshold(self) -> float:
+        return self.center + self.spread * self._quantile()
+
+    def _quantile(self) -> float:
+        """The threshold that one picture in `batch` exceeds, in spreads above the centre."""
+        if self.batch == 1:
+            return -10.0
+        return float(torch.special.ndtri(torch.tensor(1 - 1 / self.batch, dtype=torch.float64)))
+
+    def _brightness(self) -> float:
+        """The mean brightness of the pictures above the threshold."""
+        height = math.exp(-(self._quantile() ** 2) / 2) / math.sqrt(2 * math.pi)
+        return self.center + self.spread * height * self.batch
+
+
+@dataclass(frozen=True)
+class Spotlight(_Light):
     """Plant a layer of `rows` rows of which one fires, for about one picture in `batch`, and read that row.
 
     How the others are silenced is for a client who looks at the model first: as copies of the one that never fire, as
@@ -40,26 +78,15 @@ class Spotlight(Attack):
     the root mean square of the tensor the signal-to-noise ratio of a pixel is about sqrt(rows) / r.
     """
 
-    batch: int = 32
     rows: int = 4096
-    center: float = 0.0
-    spread: float = 0.46
     gain: float = 1e-7
     silence: Silence = "copies"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check.one_of(get_args(Silence), silence=self.silence)
-        check.at_least(1, batch=self.batch)
         check.at_least(2, rows=self.rows)
-        check.positive(spread=self.spread, gain=self.gain)
-
-    @property
-    def needs(self) -> frozenset[Knowledge]:
-        return frozenset({"active"})
-
-    def fitted(self, defense: Defense | None, mean: tuple[float, ...], std: tuple[float, ...]) -> "Spotlight":
-        center = 0.0 if any(mean) else PHOTO_MEAN / std[0]  # normalised pictures have mean 0 by design
-        return replace(self, center=center, spread=PHOTO_SPREAD * sum(1 / s for s in std) / len(std))
+        check.positive(gain=self.gain)
 
     def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
         never = self.center + NEVER * self.spread
@@ -102,23 +129,74 @@ class Spotlight(Attack):
             bias.copy_(torch.rand(bias.shape, generator=rng, device=rng.device) * 2 * width - width)
             block.mix.weight[:, 1:] = 0
 
-    def _threshold(self) -> float:
-        return self.center + self.spread * self._quantile()
-
-    def _quantile(self) -> float:
-        """The threshold that one picture in `batch` exceeds, in spreads above the centre."""
-        if self.batch == 1:
-            return -10.0
-        return float(torch.special.ndtri(torch.tensor(1 - 1 / self.batch, dtype=torch.float64)))
-
-    def _brightness(self) -> float:
-        """The mean brightness of the pictures above the threshold."""
-        height = math.exp(-(self._quantile() ** 2) / 2) / math.sqrt(2 * math.pi)
-        return self.center + self.spread * height * self.batch
-
     def _shift(self) -> float:
         """What is added to every pixel: about no brightness is left, so that the energy of the row is contrast."""
         return -self._brightness()
+
+
+@dataclass(frozen=True)
+class OwnSpotlight(_Light):
+    """Make a few units of the model's own first layer stand out, within what a client's guard lets pass, and read them.
+
+    A share `lit` of the units fires for about one picture in `batch` and leads to the first class, `lead` times as
+    strongly as others lead on. Each measures brightness and, a `blur` as strongly, something random, so that none
+    repeats another. All but a share `alive` of the units are zero, and so silent: their gradients show the noise.
+    Needs a model whose first layer is `nn.Linear` with a bias, and a fully connected layer after it.
+    """
+
+    lit: float = 0.03
+    alive: float = 0.26
+    lead: float = 9.0
+    blur: float = 0.3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check.fraction(lit=self.lit, alive=self.alive)
+        check.positive(lit=self.lit, alive=self.alive, lead=self.lead)
+        check.non_negative(blur=self.blur)
+
+    def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
+        changed = copy.deepcopy(model)
+        first, then, *_ = (*(layer for _, layer in layers(changed, input_shape)), None, None)
+        whole = math.prod(input_shape)
+        if not isinstance(first, nn.Linear) or first.bias is None or first.in_features != whole:
+            raise NeedError("this attack needs a model whose first layer is nn.Linear with a bias")
+        if not isinstance(then, nn.Linear):
+            raise NeedError("this attack needs a fully connected layer after the first")
+        lit, silent = self._units(first.out_features)
+        random = torch.randn(len(range(first.out_features)[lit]), whole, generator=rng, device=rng.device).to(
+            first.weight
+        )
+        with torch.no_grad():
+            first.weight[silent], first.bias[silent] = 0, 0
+            size = float(first.weight[lit].norm(dim=1).mean()) / math.sqrt(whole)
+            first.weight[lit] = size * (1 + self.blur * (random - random.mean(1, keepdim=True)))
+            first.bias[lit] = -size * whole * self._threshold()
+            middle = float((then.weight - then.weight.mean(0)).abs().amax(0).median())
+            then.weight[:, lit] = 0
+            then.weight[0, lit] = self.lead * middle
+        return changed
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        name, layer = first_linear(seen)
+        weight = seen.grads[f"{name}.weight"].double()
+        lit, silent = self._units(layer.out_features)
+        row = weight[lit].mean(0)
+        noise = float(weight[silent].square().mean().sqrt()) / math.sqrt(len(weight[lit]))
+        low, high = box(seen)
+        # What chance alone leaves: the units may hold less, and smoothing then makes it flat.
+        energy = max(float(row.square().mean()) - noise**2, math.sqrt(2 / len(row)) * noise**2)
+        if not energy:
+            return Reconstruction(low.expand(1, *seen.input_shape)[:0], info={"noise": noise})
+        factor = math.sqrt(energy / (1 + self._brightness() ** 2))  # a picture's contrast is about 1
+        picture = (row / factor).view(seen.input_shape)
+        picture = smoothed(picture - picture.mean(), noise / factor) + picture.mean()
+        return Reconstruction(picture[None].to(low.dtype).clamp(low, high), info={"noise": noise / factor})
+
+    def _units(self, units: int) -> tuple[slice, slice]:
+        """Return which units are lit, and which silent: some always are, to tell the noise by."""
+        lit = max(int(self.lit * units), 1)
+        return slice(0, lit), slice(min(max(int(self.alive * units), lit + 1), units - lit), units)
 
 
 def smoothed(picture: Tensor, noise: float) -> Tensor:

@@ -8,6 +8,7 @@ what it sends next, so they never add up: only the newest noise separates the mo
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from .. import check, tree
 from ..core import Defense, Grads, State, Step
 from ..errors import StateError
+from ..gradients import rows_see_inputs
 from ..theory import HIGHEST, LOWEST, PER_OCTAVE
 from .noise import normal_like
 
@@ -28,6 +30,11 @@ LEAST_NOISE = 16.0
 # From one upload to the next the noise falls no faster. Else a server that makes the gradients shrink, by scaling its
 # model down, has the noise of the first uploads taken back and next to none put in its place.
 FASTEST_FALL = 0.99
+# A fully connected unit's gradient is a picture where one picture excites it. A server that silences all others makes
+# it as large against the RMS of the tensor as it likes, so beyond this the noise follows the largest unit. In a layer
+# of few units none can stand out much.
+PEAK = 2.0
+FEW_UNITS = 16
 
 
 @dataclass(frozen=True)
@@ -36,11 +43,11 @@ class Hardened(Defense):
 
     `examples` is how many private examples are mixed before anything leaves: a client with smaller batches adds up
     gradients and uploads nothing until then. `noise` is the standard deviation of the noise in units of the RMS of
-    the gradient tensor, rounded up to a power of 2 ** (1 / 4); from upload to upload it falls by at most 1 %. Without
-    it the values of one upload carry at most `nats` about the batch, and a small model gets noise `LEAST_NOISE`. `bits`
-    is what one entry costs on the wire: 1 to 3, or 0 for unrounded floats. `memory` is the share of the noise that is
-    taken back later; 1 costs training least, less than 0.99 bounds what any number of later rounds can add about one
-    batch.
+    the gradient tensor, or of half of its largest fully connected unit's, rounded up to a power of 2 ** (1 / 4);
+    from upload to upload it falls by at most 1 %. Without it the values of one upload carry at most `nats` about the
+    batch, and a small model gets noise `LEAST_NOISE`. `bits` is what one entry costs on the wire: 1 to 3, or 0 for
+    unrounded floats. `memory` is the share of the noise that is taken back later; 1 costs training least, less than
+    0.99 bounds what any number of later rounds can add about one batch.
 
     Guarantees: one upload carries at most `theory.release_information(n, noise, tensors)` nats about all its examples
     together. The residual stays within a few multiples of the noise. Does not guarantee differential privacy: single
@@ -80,8 +87,8 @@ class Hardened(Defense):
             raise StateError("the residual does not fit this gradient: start from defense.init(params)")
         count = 1 if self.examples == 1 else step.require_count(self.key())
         mixed = state["mixed"] + count
-        # Sizes add up: the RMS of a sum of gradients cannot exceed the sum of theirs.
-        waiting = {n: w + rms(grads[n].reshape(1, -1))[0] for n, w in tree.only("waiting", state).items()}
+        # Sizes add up: the extent of a sum of gradients cannot exceed the sum of theirs.
+        waiting = {n: w + extent(grads[n][None]) for n, w in tree.only("waiting", state).items()}
         if int(mixed) < self.examples:
             held = tree.under("residual", tree.add(residual, grads))
             return tree.zeros_like(grads), {**state, **held, **tree.under("waiting", waiting), "mixed": mixed}
@@ -109,8 +116,8 @@ class Hardened(Defense):
     ) -> tuple[Tensor, Tensor]:
         """Return (sent, next residual) of one tensor of several clients `[users, n]`, given standard normal noise.
 
-        `size` is what the noise is measured by: at least the RMS of each client's gradient, or the sum over those that
-        were mixed.
+        `size` is what the noise is measured by: at least the `extent` of each client's gradient, or the sum over those
+        that were mixed.
         """
         if not grads.numel():
             return grads, residual
@@ -155,6 +162,22 @@ def rms(grads: Tensor) -> Tensor:
     """Return the root mean square of every row; in float32, since the squares of a half would underflow."""
     norm: Tensor = torch.linalg.vector_norm(grads.float(), dim=-1)
     return norm / math.sqrt(max(grads.shape[-1], 1))
+
+
+def extent(grads: Tensor) -> Tensor:
+    """Return what the noise of one tensor of several clients `[users, *shape]` is measured by: its RMS, or `peak`."""
+    whole = rms(grads.flatten(1) if grads.ndim > 1 else grads[:, None])
+    return torch.maximum(whole, peak(grads)) if has_peaks(grads.shape[1:]) else whole
+
+
+def peak(grads: Tensor) -> Tensor:
+    """Return the RMS of the largest row of each client `[users, rows, *inputs]`, over `PEAK`."""
+    return rms(grads.flatten(2)).amax(1) / PEAK
+
+
+def has_peaks(shape: Sequence[int]) -> bool:
+    """Say whether a tensor of this shape has rows that see a whole input, and enough for one to stand out."""
+    return rows_see_inputs(shape) and shape[0] > FEW_UNITS
 
 
 def on_grid(scale: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 from .. import check
 from ..core import Tensors
 from ..errors import GuardError
+from ..gradients import rows_see_inputs
 from .looks import low_band, nested_shares, rare_share, repeated_share, sketched
 from .memory import REMEMBERED, Seen, changes, difference, fingerprint, sketch, tensors_of, watched
 
@@ -35,8 +36,11 @@ __all__ = ["REMEMBERED", "Finding", "Guard", "Seen", "fingerprint"]
 ROWS = 512  # rows compared in one layer, drawn anew each time so that a server cannot place pairs apart
 FEWEST_ROWS = 16  # a layer with fewer cannot sort a batch, and too few pairs would make the shares chance
 FEWEST_COLUMNS = 16
-WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture rather than an edge
-SILENCED = 0.95  # zero columns beyond this share are no pruning: a head of ten rows pruned to 1 % keeps a tenth of them
+SILENCED_INPUTS = (
+    0.95  # beyond this share it is no pruning: a head of ten rows pruned to 1 % uses a tenth of its inputs
+)
+SILENCED_ROWS = 0.75
+ROUNDING = 1e-5  # of a column against its size
 MOVED = 0.05  # relative change since the weights were last looked at that calls for another look
 SAME = 1e-7  # relative change of the middle weight matrix below which a model counts as answered before
 
@@ -81,7 +85,7 @@ bias=True)'): no gradient is computed on it
     pairs: float = 0.15
     groups: float = 0.04
     traps: float = 0.1
-    gain: float = 100.0
+    gain: float = 10.0
     jump: float | None = 0.75
     repeats: int | None = None
 
@@ -153,7 +157,7 @@ bias=True)'): no gradient is computed on it
         found = []
         first = True
         for name, weight in tensors.items():
-            if weight.ndim < 2 or not _measures_pictures(weight):
+            if not rows_see_inputs(weight.shape):
                 continue
             shape = _picture_shape(weight, input_shape)
             bias = tensors.get(f"{name.removesuffix('weight')}bias")
@@ -173,14 +177,9 @@ bias=True)'): no gradient is computed on it
         rows = weight.index_select(0, chosen).double()
         if rows.shape[1] < FEWEST_COLUMNS:
             return None
-        # Of all rows, not of those drawn: one entry is enough to give a unit its gradient.
-        columns = weight.abs().amax(0).double()
-        silenced = float((columns == 0).float().mean())
-        if SILENCED < silenced < 1:  # a layer that starts at zero silences nothing in particular
-            return f"{silenced:.0%} of its inputs have no outgoing weight (silenced rows before it)"
-        gain = float(columns.max() / columns[columns > 0].median())
-        if gain > self.gain:
-            return f"outgoing weights {gain:.0f} times as large as the middle one (decoys)"
+        reason = self._silent(weight)
+        if reason:
+            return reason
         if len(rows) < FEWEST_ROWS:
             return None
         # A unit's gradient does not tell how large its weights are, so a planted row may be as small as it likes.
@@ -205,6 +204,24 @@ bias=True)'): no gradient is computed on it
                 return f"{rare:.0%} of its units fire for few pictures, if any (trap weights or dead rows)"
         return None
 
+    def _silent(self, weight: Tensor) -> str | None:
+        """Say whether a layer silences most units before it, or most of its own: what is left would stand out."""
+        # Of all rows, not of those drawn: one entry is enough to give a unit its gradient. A unit that leads to all
+        # classes alike gets none, so what counts is how a column differs from its mean.
+        centred = weight - weight.mean(0) if len(weight) > 1 else weight
+        columns = centred.abs().amax(0).double()
+        columns = columns.where(columns > ROUNDING * weight.abs().amax(0), 0)
+        leading = float((columns > 0).float().mean())
+        if 0 < leading < 1 - SILENCED_INPUTS:
+            return f"{1 - leading:.0%} of its inputs lead nowhere (silenced rows before it)"
+        gain = float(columns.max() / columns[columns > 0].median())  # NaN where there is nothing
+        if gain > self.gain:
+            return f"outgoing weights {gain:.0f} times as large as the middle one (decoys)"
+        alive = float(weight.any(1).float().mean())
+        if 0 < alive < 1 - SILENCED_ROWS and len(weight) >= FEWEST_ROWS:
+            return f"{1 - alive:.0%} of its rows are zero (all silent but a few)"
+        return None
+
     def _compare(self, seen: Seen, now: Tensor, names: list[str]) -> list[Finding]:
         """Return what changed too much since the last round, or not at all since one of the last."""
         moved = changes(seen.sketches[-1], now)
@@ -219,11 +236,6 @@ bias=True)'): no gradient is computed on it
         if self.repeats is not None and repeats > self.repeats:
             found.append(Finding("the whole model", f"the same weights came {repeats + 1} times (a frozen model)"))
         return found
-
-
-def _measures_pictures(weight: Tensor) -> bool:
-    """Say whether a row sees a whole input: a small kernel's gradient sums over all places and shows no picture."""
-    return weight.ndim == 2 or math.prod(weight.shape[2:]) >= WHOLE_PICTURE
 
 
 def _picture_shape(weight: Tensor, input_shape: tuple[int, ...] | None) -> tuple[int, ...] | None:

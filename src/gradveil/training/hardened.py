@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import tree
 from ..core import Batch, State
 from ..defenses import Hardened
-from ..defenses.hardened import FASTEST_FALL, rms
+from ..defenses.hardened import FASTEST_FALL, extent, has_peaks, peak, rms
 from ..select import gpu
 from ..veil import derive_rng
 from .flat import Rows
@@ -29,6 +29,7 @@ class Noisy(Feedback):
         self._least, self._waiting = torch.zeros(
             2, rows.users, len(rows.layout.sizes), device=rows.grads.device
         ).unbind()
+        self._peaked = [i for i, shape in enumerate(rows.layout.shapes.values()) if has_peaks(shape)]
         self._mixed = [0] * rows.users  # examples since the last upload
         self._kernels: dict[tuple[int, ...], Any] = {}  # by who sends
 
@@ -38,7 +39,8 @@ class Noisy(Feedback):
             return self.rows.grads
         rng = derive_rng(self._job.settings.seed, "all", round_, "noise", self._job.device.type)
         where = slice(None) if len(senders) == self.rows.users else torch.tensor(senders, device=self._least.device)
-        least, waiting = self._least[where], self._waiting[where]
+        waiting = self._waiting[where]
+        least = torch.maximum(self._least[where], waiting + self._peaks(senders))
         if self.rows.grads.is_cuda and gpu.AVAILABLE:
             sizes = self._kernel(senders).run(rng.initial_seed(), least.flatten(), waiting.flatten())
         else:
@@ -76,11 +78,20 @@ class Noisy(Feedback):
                 senders.append(user)
                 continue
             row = self.rows.grads[user]
-            # Sizes add up: the RMS of a sum of gradients cannot exceed the sum of theirs.
-            self._waiting[user] += torch.cat([rms(part[None]) for part in self.rows.layout.segments(row)])
+            # Sizes add up: the extent of a sum of gradients cannot exceed the sum of theirs.
+            self._waiting[user] += torch.cat([extent(part[None]) for part in self.rows.layout.views(row).values()])
             self.held[user].add_(row)
             row.zero_()
         return senders
+
+    def _peaks(self, senders: Sequence[int]) -> Tensor:
+        """Return `[senders, tensors]` what the noise is measured by at least because of the largest row of a tensor."""
+        found = self._least.new_zeros(len(senders), self._least.shape[1])
+        for row, user in zip(found, senders if self._peaked else (), strict=False):
+            tensors = list(self.rows.layout.views(self.rows.grads[user]).values())
+            for i in self._peaked:
+                row[i] = peak(tensors[i][None])[0]
+        return found
 
     def _segments(self, senders: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         assert self.held is not None
