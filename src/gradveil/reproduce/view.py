@@ -118,17 +118,24 @@ def trained_on(result: dict[str, Any], data: Dataset) -> Tensor | None:
 
 def _scatter(lines: list[Entry], folder: Path, scale: Scale) -> str:
     """Return the plot of every score against the relative gradient distance, where a table asks for it."""
-    points = [figures_of(e, results_of(folder, scale.name, e)) for e in lines if e.part.startswith("Relative")]
-    points = [p for p in points if p]
-    if not points:
+    series: dict[str, list[dict[str, Any]]] = {}
+    for entry in lines:
+        found = figures_of(entry, results_of(folder, scale.name, entry)) if entry.part.startswith("Relative") else None
+        if found and isinstance(entry.cell, AttackCell):
+            series.setdefault(entry.cell.model, []).append(found)
+    if not series:
         return ""
     from matplotlib.figure import Figure
 
     plot = Figure(figsize=(11, 3), layout="constrained")
-    names = [n for n in ("psnr", "mse", "plain_ssim", "lpips") if n in points[0]]
-    for axis, name in zip(plot.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        axis.scatter([p["distance"].mean for p in points], [p[name].mean for p in points])
+    names = [n for n in ("psnr", "mse", "plain_ssim", "lpips") if n in next(iter(series.values()))[0]]
+    axes = plot.subplots(1, len(names), squeeze=False)[0]
+    for axis, name in zip(axes, names, strict=True):
+        for (model, points), marker in zip(series.items(), "o^", strict=False):
+            x, y = ([p[n].mean for p in points] for n in ("distance", name))
+            axis.scatter(x, y, marker=marker, label=model)
         axis.set(xlabel="relative gradient distance", ylabel=name.removeprefix("plain_"))
+    axes[0].legend()
     return f"<h2>Distance against scores</h2>{_image(plot)}"
 
 
