@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import get_args
 
 import torch
@@ -186,10 +186,10 @@ def planted(seeds: range, data: Dataset, public: Tensor) -> Iterator[tuple[str, 
         rob = Imprint(bins=bins).fitted(dgp(), data.mean, data.std)
         hit = [refused(rob.plant(bodies(s), SHAPE, torch.Generator().manual_seed(s)), s) for s in seeds]
         yield f"Rob with decoys and dead rows, {bins} bins", hit, []
-    for silence in get_args(Silence):
-        one = Spotlight(silence=silence).fitted(None, data.mean, data.std)
-        hit = [refused(one.plant(bodies(s), SHAPE, torch.Generator().manual_seed(s)), s) for s in seeds]
-        yield f"4096 rows of which one fires, the others silenced by {SILENCED_BY[silence]}", hit, []
+    for silence, (fires, share) in product(get_args(Silence), {"one fires": 1 / 4096, "a quarter fires": 0.25}.items()):
+        lit = Spotlight(silence=silence, lit=share).fitted(None, data.mean, data.std)
+        hit = [refused(lit.plant(bodies(s), SHAPE, torch.Generator().manual_seed(s)), s) for s in seeds]
+        yield f"4096 rows of which {fires}, the others silenced by {SILENCED_BY[silence]}", hit, []
     for share in (0.01, 0.05, 0.2):
         trap = TrapWeights(share=share)
         hit = []

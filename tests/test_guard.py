@@ -407,20 +407,21 @@ def test_a_batch_that_fails_does_not_count_as_a_look_at_the_model() -> None:
 # A layer of which one row fires
 
 
-def lit(net: nn.Module, silence: str = "copies") -> nn.Module:
-    return Spotlight(batch=1, silence=silence).fitted(None, PHOTOS.mean, PHOTOS.std).plant(net, SHAPE, rng())
+def lit(net: nn.Module, silence: str = "copies", share: float = 0.25, batch: int = 32) -> nn.Module:
+    attack = Spotlight(batch=batch, silence=silence, lit=share).fitted(None, PHOTOS.mean, PHOTOS.std)
+    return attack.plant(net, SHAPE, rng())
 
 
-@pytest.mark.parametrize(
-    ("silence", "why"), [("copies", "repeat another one"), ("scattered", "fire for few"), ("outgoing", "lead nowhere")]
-)
-def test_a_layer_of_which_one_row_fires_is_refused(silence, why):
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.25], ids=["one row", "few rows", "many rows"])
+@pytest.mark.parametrize("silence", ["copies", "scattered", "outgoing"])
+def test_a_planted_layer_of_which_few_rows_fire_is_refused(silence, share, batch):
     own = model("lenet")
-    planted = lit(own, silence)
+    planted = lit(own, silence, share or 1e-9, batch)
     with pytest.raises(GuardError, match="not the one you defined"):
         Guard.pin(own).admit(planted, input_shape=SHAPE, rng=rng())
-    for seed in range(5):
-        with pytest.raises(GuardError, match=why):
+    for seed in range(3):
+        with pytest.raises(GuardError, match="looks manipulated"):
             Guard().admit(planted, input_shape=SHAPE, rng=rng(seed))
 
 

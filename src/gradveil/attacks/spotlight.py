@@ -1,8 +1,9 @@
 """One picture out of a batch through noise that follows the size of the gradient: in a planted layer, or in an own one.
 
 A defense that drowns each tensor in noise of so many times its root mean square can be fed a tensor whose energy sits
-in one row: of K rows, all silent but one, that row stands out from the noise sqrt(K) times better than the rest would
-let it. The one row is excited by the brightest picture of the batch alone, and its gradient is that picture.
+in few rows: of K rows, all silent but those, their mean stands out from the noise sqrt(K) times better than the rest
+would let it. They are excited by the brightest picture of the batch alone, and their gradient is that picture. How many
+they are makes no difference, unless the noise follows the largest row: then a quarter of them is as good as ever.
 """
 
 import copy
@@ -25,6 +26,7 @@ COLOUR = 0.1  # share of a picture's variance that is colour rather than brightn
 Silence = Literal["copies", "scattered", "outgoing"]
 ONES = 256  # inputs of the planted layer that are 1: their gradient is the factor of the row's, 256 times over
 FAR = 8  # a picture's measurement in a random direction never gets so many times as far as a pixel does
+BLUR = 0.3  # how much rows that fire together differ from each other, against what they have in common
 COARSE = 0.05  # spatial frequency, in cycles per pixel, below which a photograph's spectrum is flat
 
 
@@ -65,10 +67,11 @@ class _Light(Attack):
 
 @dataclass(frozen=True)
 class Spotlight(_Light):
-    """Plant a layer of `rows` rows of which one fires, for about one picture in `batch`, and read that row.
+    """Plant a layer of `rows` rows of which a share `lit` fires, for about one picture in `batch`, and read their mean.
 
-    How the others are silenced is for a client who looks at the model first: as copies of the one that never fire, as
-    rows in scattered directions that never fire, or as rows of a fresh layer whose outgoing weights are zero.
+    How the others are silenced is for a client who looks at the model first: as copies of these that never fire, as
+    rows in scattered directions that never fire, or as rows of a fresh layer whose outgoing weights are zero. In the
+    last two cases those that fire differ a little from each other, too.
 
     What the defense's noise leaves is scaled by what inputs that are always 1 show, and smoothed as a photograph's
     spectrum suggests. The noise is measured on the silent rows. Returns one picture, or none where the row holds
@@ -79,6 +82,7 @@ class Spotlight(_Light):
     """
 
     rows: int = 4096
+    lit: float = 0.25
     gain: float = 1e-7
     silence: Silence = "copies"
 
@@ -86,12 +90,13 @@ class Spotlight(_Light):
         super().__post_init__()
         check.one_of(get_args(Silence), silence=self.silence)
         check.at_least(2, rows=self.rows)
-        check.positive(gain=self.gain)
+        check.fraction(lit=self.lit)
+        check.positive(lit=self.lit, gain=self.gain)
 
     def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
         never = self.center + NEVER * self.spread
         thresholds = torch.full((self.rows,), never)
-        thresholds[0] = self._threshold()
+        thresholds[: self._count] = self._threshold()
         pattern = torch.randint(2, input_shape, generator=rng, device=rng.device).float().cpu() * 2 - 1
         size = math.prod(input_shape)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
@@ -104,7 +109,8 @@ class Spotlight(_Light):
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         name, _ = planted_in(seen.model)
         weight = seen.grads[f"{name}.measure.weight"].double()
-        row, noise = weight[0], float(weight[1:].square().mean().sqrt())
+        row = weight[: self._count].mean(0)
+        noise = float(weight[self._count :].square().mean().sqrt()) / math.sqrt(self._count)
         low, high = box(seen)
         chance = 1 + 4 * math.sqrt(2 / len(row))
         factor = float(row[-ONES:].mean())
@@ -119,7 +125,10 @@ class Spotlight(_Light):
         """Let the silent rows look less alike."""
         if self.silence == "copies":
             return
-        weight, bias = block.measure.weight[1:], block.measure.bias[1:]
+        pixels, lit = block.pattern.numel(), block.measure.weight[: self._count]
+        blur = torch.randn(len(lit), pixels, generator=rng, device=rng.device).to(lit)
+        lit[:, :pixels] *= 1 + BLUR * (blur - blur.mean(1, keepdim=True))
+        weight, bias = block.measure.weight[self._count :], block.measure.bias[self._count :]
         width = 1 / math.sqrt(weight.shape[1])  # as torch starts a layer
         weight.copy_(torch.rand(weight.shape, generator=rng, device=rng.device) * 2 * width - width)
         if self.silence == "scattered":
@@ -127,7 +136,12 @@ class Spotlight(_Light):
             bias.copy_(-FAR * pixel * weight.norm(dim=1))
         else:
             bias.copy_(torch.rand(bias.shape, generator=rng, device=rng.device) * 2 * width - width)
-            block.mix.weight[:, 1:] = 0
+            block.mix.weight[:, self._count :] = 0
+
+    @property
+    def _count(self) -> int:
+        """How many rows fire: never all, since the silent ones tell the noise."""
+        return min(max(int(self.lit * self.rows), 1), self.rows - 1)
 
     def _shift(self) -> float:
         """What is added to every pixel: about no brightness is left, so that the energy of the row is contrast."""
@@ -139,21 +153,19 @@ class OwnSpotlight(_Light):
     """Make a few units of the model's own first layer stand out, within what a client's guard lets pass, and read them.
 
     A share `lit` of the units fires for about one picture in `batch` and leads to the first class, `lead` times as
-    strongly as others lead on. Each measures brightness and, a `blur` as strongly, something random, so that none
-    repeats another. All but a share `alive` of the units are zero, and so silent: their gradients show the noise.
+    strongly as others lead on. Each measures brightness and, less strongly, something random, so that none repeats
+    another. All but a share `alive` of the units are zero, and so silent: their gradients show the noise.
     Needs a model whose first layer is `nn.Linear` with a bias, and a fully connected layer after it.
     """
 
     lit: float = 0.03
     alive: float = 0.26
     lead: float = 9.0
-    blur: float = 0.3
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check.fraction(lit=self.lit, alive=self.alive)
         check.positive(lit=self.lit, alive=self.alive, lead=self.lead)
-        check.non_negative(blur=self.blur)
 
     def plant(self, model: nn.Module, input_shape: tuple[int, ...], rng: torch.Generator) -> nn.Module:
         changed = copy.deepcopy(model)
@@ -170,7 +182,7 @@ class OwnSpotlight(_Light):
         with torch.no_grad():
             first.weight[silent], first.bias[silent] = 0, 0
             size = float(first.weight[lit].norm(dim=1).mean()) / math.sqrt(whole)
-            first.weight[lit] = size * (1 + self.blur * (random - random.mean(1, keepdim=True)))
+            first.weight[lit] = size * (1 + BLUR * (random - random.mean(1, keepdim=True)))
             first.bias[lit] = -size * whole * self._threshold()
             middle = float((then.weight - then.weight.mean(0)).abs().amax(0).median())
             then.weight[:, lit] = 0
