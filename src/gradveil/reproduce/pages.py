@@ -51,7 +51,7 @@ spread, a sentence below the table says why: tested, or a guess. What was not ru
 | `ig+eased` | the mask-aware one by a schedule of our own: plain Adam, large steps, smoothing that eases off |
 | `ig+coarse` | looks for a picture of 8 by 8 pixels only, which finds form under noise |
 | `ig+chain` | follows the client from its first round and subtracts what it was held back |
-| `spotlight` | plants a layer of which one row fires |
+| `spotlight` | plants a layer of which a quarter fires, all for the same picture |
 | `ggl` | searches a generator trained on public pictures |
 
 | defense | what that is |
