@@ -36,10 +36,8 @@ __all__ = ["REMEMBERED", "Finding", "Guard", "Seen", "fingerprint"]
 ROWS = 512  # rows compared in one layer, drawn anew each time so that a server cannot place pairs apart
 FEWEST_ROWS = 16  # a layer with fewer cannot sort a batch, and too few pairs would make the shares chance
 FEWEST_COLUMNS = 16
-SILENCED_INPUTS = (
-    0.95  # beyond this share it is no pruning: a head of ten rows pruned to 1 % uses a tenth of its inputs
-)
-SILENCED_ROWS = 0.75
+# Beyond these shares silence is no pruning: a head of ten rows of which 1 % is kept still uses a tenth of its inputs.
+SILENCED_INPUTS, SILENCED_ROWS = 0.95, 0.75
 ROUNDING = 1e-5  # of a column against its size
 MOVED = 0.05  # relative change since the weights were last looked at that calls for another look
 SAME = 1e-7  # relative change of the middle weight matrix below which a model counts as answered before

@@ -47,7 +47,9 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
         yield Entry("Band-aware IG", defense, scale.attack("ig+band", defense, seed=seed))
     # Made for noise; what prunes is met by `rob+fit`, whose decoys this one lacks.
     cell = scale.attack("spotlight", "hardened1", seed=seed)
-    yield Entry("A planted layer of which a quarter fires, all for one picture; the client has no guard", "hardened1", cell)
+    yield Entry(
+        "A planted layer of which a quarter fires, all for one picture; the client has no guard", "hardened1", cell
+    )
     for model in ("resnet18", "lenet", "cnn6"):
         for defense in ("none", "dp", "topk", "dgp", "hardened1"):
             cell = scale.attack("ig+coarse", defense, model, seed=seed)

@@ -87,10 +87,11 @@ class Noisy(Feedback):
     def _peaks(self, senders: Sequence[int]) -> Tensor:
         """Return `[senders, tensors]` what the noise is measured by at least because of the largest row of a tensor."""
         found = self._least.new_zeros(len(senders), self._least.shape[1])
-        for row, user in zip(found, senders if self._peaked else (), strict=False):
-            tensors = list(self.rows.layout.views(self.rows.grads[user]).values())
-            for i in self._peaked:
-                row[i] = peak(tensors[i][None])[0]
+        if self._peaked:
+            for row, user in zip(found, senders, strict=True):
+                tensors = list(self.rows.layout.views(self.rows.grads[user]).values())
+                for i in self._peaked:
+                    row[i] = peak(tensors[i][None])[0]
         return found
 
     def _segments(self, senders: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
