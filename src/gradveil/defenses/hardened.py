@@ -88,7 +88,7 @@ class Hardened(Defense):
         count = 1 if self.examples == 1 else step.require_count(self.key())
         mixed = state["mixed"] + count
         # Sizes add up: the extent of a sum of gradients cannot exceed the sum of theirs.
-        waiting = {n: w + extent(grads[n][None]) for n, w in tree.only("waiting", state).items()}
+        waiting = {n: w + extent(grads[n][None])[0] for n, w in tree.only("waiting", state).items()}
         if int(mixed) < self.examples:
             held = tree.under("residual", tree.add(residual, grads))
             return tree.zeros_like(grads), {**state, **held, **tree.under("waiting", waiting), "mixed": mixed}
