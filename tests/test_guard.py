@@ -459,6 +459,11 @@ def test_a_layer_of_which_few_rows_are_not_zero_is_refused():
     assert findings(net) == ["features.1: 77% of its rows are zero (all silent but a few)"]
 
 
+def test_tables_of_indices_among_the_tensors_pass():
+    tensors = {**dict(model("mlp").named_parameters()), "table": torch.arange(49 * 49).view(49, 49)}
+    assert Guard().inspect(tensors, rng=rng()) == []
+
+
 def test_a_layer_that_starts_at_zero_passes():
     net = model("mlp")
     nn.init.zeros_(net.get_parameter("classifier.weight"))

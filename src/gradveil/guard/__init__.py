@@ -155,7 +155,7 @@ bias=True)'): no gradient is computed on it
         found = []
         first = True
         for name, weight in tensors.items():
-            if not rows_see_inputs(weight.shape):
+            if not weight.is_floating_point() or not rows_see_inputs(weight.shape):  # indices are no weights
                 continue
             shape = _picture_shape(weight, input_shape)
             bias = tensors.get(f"{name.removesuffix('weight')}bias")
