@@ -160,7 +160,7 @@ class OwnSpotlight(_Light):
 
     lit: float = 0.03
     alive: float = 0.26
-    lead: float = 29.0
+    lead: float = 99.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -83,7 +83,7 @@ bias=True)'): no gradient is computed on it
     pairs: float = 0.15
     groups: float = 0.04
     traps: float = 0.1
-    gain: float = 30.0
+    gain: float = 100.0
     jump: float | None = 0.75
     repeats: int | None = None
 
