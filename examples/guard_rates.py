@@ -247,7 +247,7 @@ def honest(seeds: range) -> Iterator[tuple[str, list[bool]]]:
     for name, data, steps, decay, lr in (
         ("lenet", photos, 300, 0.0, 0.05), ("lenet", digits, 600, 0.0, 0.1), ("cnn6", photos, 300, 1e-3, 0.01),
         ("mlp", photos, 400, 0.0, 0.01), ("mlp", photos, 400, 1e-2, 0.01), ("mlp", digits, 2000, 0.0, 0.05),
-        ("mlp", digits, 2000, 1e-2, 0.05), ("vgg11", photos, 8, 0.0, 0.01), ("resnet18", photos, 6, 0.0, 0.01),
+        ("mlp", digits, 2000, 1e-2, 0.05), ("vgg11", photos, 300, 0.0, 0.01), ("resnet18", photos, 150, 0.0, 0.01),
     ):  # fmt: skip
         model = train(name, data, steps, seeds[0], decay, lr)
         for part in (True, False):
