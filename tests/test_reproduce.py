@@ -773,3 +773,23 @@ def test_cifar100_files_of_the_official_layout_are_attacked(in_scratch: Path) ->
     assert missing.status == "no data"
     outcomes = do(scale, in_scratch, "rob_dgp_lenet_cifar100_*", "models", root=str(in_scratch))
     assert [o.status for o in outcomes] == ["done"], [o.note for o in outcomes]
+    text = pages.render_table("models", scale, in_scratch, "")
+    assert text.count("Of CIFAR-100 the first 20 test pictures and the first 40 training pictures were at hand") == 1
+    # A reader who has more of it is shown the originals; one whose pictures are others is not.
+    file = folder / "test.bin"
+    first, more = file.read_bytes(), bytes([0, 1, *range(256)] + [0] * 2816)
+    for content, shown in ((first + more, True), (more + first, False)):
+        file.write_bytes(content)
+        assert ("no originals" in view.page("models", scale, in_scratch, str(in_scratch))) != shown
+
+
+def test_an_accuracy_from_part_of_a_dataset_is_refused(in_scratch: Path) -> None:
+    folder = in_scratch / "cifar-100-binary"
+    folder.mkdir()
+    for name in ("train.bin", "test.bin"):
+        (folder / name).write_bytes(bytes(20 * 3074))
+    (folder / "fine_label_names.txt").write_text("\n".join(f"class{i}" for i in range(100)))
+    scale = replace(TINY, data100="cifar100")
+    (outcome,) = do(scale, in_scratch, "train_dgp_lenet_cifar100_*", "topk95", root=str(in_scratch))
+    assert outcome.status == "impossible"
+    assert outcome.note == "cifar100 has 20 train pictures here, and an accuracy needs all 50000"

@@ -15,12 +15,14 @@ from .dataset import Dataset
 from .download import cache_folder, download_folder
 
 PIXELS = 3 * 32 * 32
+SIZES = {"train": 50_000, "test": 10_000}  # pictures in the splits as published, of both sets
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where a CIFAR set comes from and how its records are built: label bytes, then red, green and blue planes."""
 
+    title: str
     folder: str
     url: str
     sha256: str
@@ -36,6 +38,7 @@ class Layout:
 
 LAYOUTS = {
     "cifar10": Layout(
+        title="CIFAR-10",
         folder="cifar-10-batches-bin",
         url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
         sha256="c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
@@ -49,6 +52,7 @@ LAYOUTS = {
         digests={"train": "f3120a8fa253dbda", "test": "815bee49b92162b0"},
     ),
     "cifar100": Layout(
+        title="CIFAR-100",
         folder="cifar-100-binary",
         url="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
         sha256="58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",

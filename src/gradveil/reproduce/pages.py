@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..data.cifar import LAYOUTS, SIZES
 from ..errors import ConfigError
 from .cells import AttackCell, key
 from .columns import Found, columns_for, paper_only
@@ -126,7 +127,7 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     """Return one heading with its table."""
     results = [results_of(page.folder, page.scale, entry) for entry in lines]
     figures = [figures_of(entry, found) for entry, found in zip(lines, results, strict=True)]
-    text = f"### {title}\n\n" + (f"{NOTES[title]}\n\n" if title in NOTES else "")
+    text = "\n\n".join([f"### {title}", *([NOTES[title]] if title in NOTES else []), *_of_part(results)]) + "\n\n"
     if not any(results):
         return f"{text}Not run: {'; '.join(entry.label for entry in lines)}.\n"
     columns = columns_for(lines)
@@ -147,6 +148,18 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     text += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
     text += _sentences(title, run, page.said) if page.scale == "full" else ""
     return text + _strips(page, lines, results)
+
+
+def _of_part(results: list[list[dict[str, Any]]]) -> list[str]:
+    """Return a sentence for each dataset of which only the first pictures were at hand."""
+    known = [r for found in results for r in found if "sizes" in r]
+    used = {(r["cell"]["data"], r["sizes"]["test"], r["sizes"]["train"]) for r in known}
+    return [
+        f"Of {LAYOUTS[data].title} the first {test} test pictures and the first {train} training pictures were at "
+        "hand: those attacked, and those an attacker has besides, are drawn from them."
+        for data, test, train in sorted(used)
+        if data in LAYOUTS and (test, train) != (SIZES["test"], SIZES["train"])
+    ]
 
 
 def _sentences(title: str, run: list[tuple[Entry, Found]], said: dict[str, str]) -> str:

@@ -5,12 +5,16 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
+from ..data import Split
+from ..data.cifar import LAYOUTS, SIZES
 from ..defenses import DEFENSES
+from ..errors import NeedError
 from ..spec import build, to_text
 from ..training import Settings
 from ..training.run import run
 from . import store
 from .cells import TrainingCell, key
+from .pictures import load_split
 from .weights import RUNS, copy_of
 
 # What may differ between a run and the table it stands in: where and how fast it ran, not what was trained.
@@ -55,6 +59,7 @@ def _same(result: dict[str, Any], wanted: Settings) -> bool:
 
 def perform(cell: TrainingCell, *, root: str | None, device: str, minutes: float | None) -> dict[str, Any]:
     """Train, going on from an earlier sitting, and return the result; raises `TimeoutError` if time ran out."""
+    _require_whole(cell.settings.data, root)
     values = {**asdict(cell.settings), "root": root or "", "device": device}
     folder = RUNS / f"{key(cell)}_{copy_of(cell.settings.data, root)}"
     result = run(Settings(**values), folder, resume=True, minutes=minutes)
@@ -62,6 +67,15 @@ def perform(cell: TrainingCell, *, root: str | None, device: str, minutes: float
         raise TimeoutError(f"stopped after {result['rounds_done']} rounds")
     curve = result["curve"]
     return {**result, "curve": curve[:: max(1, len(curve) // MOST)], "feedback": []}
+
+
+def _require_whole(name: str, root: str | None) -> None:
+    """Refuse a part of a dataset that no digest tells from the whole: its accuracy would stand beside others."""
+    splits: tuple[Split, ...] = ("train", "test")
+    for split in splits if name in LAYOUTS and not LAYOUTS[name].digests else ():
+        found = len(load_split(name, split, root))
+        if found < SIZES[split]:
+            raise NeedError(f"{name} has {found} {split} pictures here, and an accuracy needs all {SIZES[split]}")
 
 
 def command(cell: TrainingCell, out: str = "results/training") -> str:
