@@ -55,7 +55,8 @@ def above_the_band(noise: Tensor) -> Tensor:
     """Take out of every row what natural pictures mostly consist of: noise that hardly moves a measurement."""
     frequency = (torch.fft.fftfreq(32) * 32).abs()
     high = (frequency[:, None] > 8) | (frequency > 8)
-    return torch.fft.ifft2(torch.fft.fft2(noise.view(-1, *SHAPE)) * high).real.flatten(1)
+    kept: Tensor = torch.fft.ifft2(torch.fft.fft2(noise.view(-1, *SHAPE)) * high).real
+    return kept.flatten(1)
 
 
 def write_imprint(
@@ -109,7 +110,7 @@ def train(name: str, data: Dataset, steps: int, seed: int, decay: float = 0.0, l
     for _ in range(steps):
         batch = data.batch(torch.randint(len(data), (32,), generator=rng))
         optimiser.zero_grad()
-        cross_entropy(model(batch.inputs), batch.labels).backward()  # type: ignore[no-untyped-call]
+        cross_entropy(model(batch.inputs), batch.labels).backward()
         optimiser.step()
     return model
 

@@ -52,9 +52,18 @@ def attack(
     out: frontier.Out = Path("results/known_mask"),
 ) -> None:
     """Run the rows that are not recorded yet."""
-    how = {"model": model, "root": root, "device": device, "pictures": pictures, "data_name": data_name, "out": out}
     for _, defense, age in (one for one in ROWS if row in one[0]):
-        frontier.attack([defense], attack=[f"inverting_gradients(steps={steps})"], age=age, **how)
+        frontier.attack(
+            [defense],
+            attack=[f"inverting_gradients(steps={steps})"],
+            model=model,
+            root=root,
+            device=device,
+            pictures=pictures,
+            data_name=data_name,
+            age=age,
+            out=out,
+        )
 
 
 @app.command()

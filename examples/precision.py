@@ -43,9 +43,9 @@ def train(
             file = out / f"{precision}_{defense}_{model}_{data}_seed{seed}.json"
             if file.exists():
                 continue
-            what = {"model": model, "data": data, "root": root, "defense": defense, "lr": rate, "epochs": epochs}
-            how = {"device": device, "precision": precision, "seed": seed, "eval_every": epochs}
-            result = run(Settings(**what, **how), Path("runs/precision") / file.stem, resume=True)
+            what: dict[str, Any] = {"model": model, "data": data, "root": root, "defense": defense, "epochs": epochs}
+            how: dict[str, Any] = {"device": device, "precision": precision, "seed": seed, "eval_every": epochs}
+            result = run(Settings(lr=rate, **what, **how), Path("runs/precision") / file.stem, resume=True)
             file.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
             print(f"{file.stem}: {result['accuracy']:.2%} in {result['seconds']:.0f} s", flush=True)
 

@@ -1,7 +1,7 @@
 """Why our cells differ from the paper's: each experiment tests one guess on the very uploads of those cells.
 
     python examples/reasons.py rgap_failed rgap_exact rob_readout rob_planted rob_pixels ats_policies --root local
-    python examples/reasons.py ig_smooth ig_smooth_deep --root local  # the second one wants a GPU
+    python examples/reasons.py ig_smooth ig_cifar100 ig_smooth_deep --root local  # the last one wants a GPU
 
 Writes results/reasons/<experiment>.json, which the sentences in docs/results.md name. LPIPS weights are needed.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from gradveil import metrics, models, record
-from gradveil.attacks import ATTACKS
+from gradveil.attacks import ATTACKS, GradientMatching
 from gradveil.attacks.imprint import Imprint
 from gradveil.attacks.rgap import RGAP
 from gradveil.audit import clients
@@ -32,6 +32,7 @@ from gradveil.defenses.ats import TRANSFORMATIONS
 from gradveil.metrics.perceptual import lpips_weights
 from gradveil.reproduce import SCALES, attacked, figures, pictures, store
 from gradveil.reproduce.cells import AttackCell
+from gradveil.reproduce.scored import scores_of
 from gradveil.spec import build
 from gradveil.veil import derive_rng
 
@@ -73,7 +74,7 @@ def upload(
 
 
 def scored(sent: Sequence[Sent], found: Sequence[Reconstruction], data: Dataset, *, changed: bool = False) -> Scores:
-    return attacked.scores_of(sent, found, data, transformed=changed)
+    return scores_of(sent, found, data, transformed=changed)
 
 
 def tried(sent: list[Sent], attack: Attack, cell: AttackCell) -> list[Reconstruction]:
@@ -87,9 +88,9 @@ def rescaled(found: Reconstruction, data: Dataset) -> Reconstruction:
     return Reconstruction(normalise((x - x.min()) / (x.max() - x.min()), data.mean, data.std))
 
 
-def rgap_failed(root: str) -> Iterator[Line]:
-    """Is the paper's 0.25 what grey, or faint noise round grey, scores, or what the released attack leaves?"""
-    data, chosen = pictures.victims(FULL.attack("rgap", "none", "cnn6"), root)
+def greys(cell: AttackCell, root: str) -> Iterator[Line]:
+    """Yield what grey, and faint noise round grey, score on the pictures of a cell."""
+    data, chosen = pictures.victims(cell, root)
     truth = data.pixels(chosen)
     rng = torch.Generator().manual_seed(0)
 
@@ -105,9 +106,14 @@ def rgap_failed(root: str) -> Iterator[Line]:
         coarse = torch.randn(len(truth), 3, 8, 8, generator=rng)
         smooth = F.interpolate(coarse, size=truth.shape[-2:], mode="bilinear")
         yield f"grey and smooth noise of {size:g}", blind(0.5 + size * smooth)
+
+
+def rgap_failed(root: str) -> Iterator[Line]:
+    """Is the paper's 0.25 what grey, or faint noise round grey, scores, or what the released attack leaves?"""
+    yield from greys(FULL.attack("rgap", "none", "cnn6"), root)
     for defense in ("soteria", "dp", "topk", "outpost", "dgp"):
         cell, attack = replace(FULL.attack("rgap", defense, "cnn6"), pictures=10), ReleasedRGAP()
-        sent, _ = upload(cell, attack, root)
+        sent, data = upload(cell, attack, root)
         found = tried(sent, attack, cell)
         yield f"released attack, {defense}, clamped", scored(sent, found, data)
         yield f"released attack, {defense}, rescaled", scored(sent, [rescaled(f, data) for f in found], data)
@@ -196,11 +202,15 @@ def ats_policies(root: str) -> Iterator[Line]:
             yield f"rob, {column}: {policy}", scored(sent, found, data, changed=column == "ats_r")
 
 
-def smoothed(root: str, model: str, defenses: Sequence[str], weights: Sequence[float]) -> Iterator[Line]:
+def smoothed(
+    root: str, model: str, defenses: Sequence[str], weights: Sequence[float], data_name: str = FULL.data
+) -> Iterator[Line]:
     for defense in defenses:
-        cell = FULL.attack("ig", defense, model)
+        cell = FULL.attack("ig", defense, model, data=data_name)
+        published = build(ATTACKS, cell.attack_text, "attack")
+        assert isinstance(published, GradientMatching)
         for tv in weights:
-            attack = replace(build(ATTACKS, cell.attack_text, "attack"), tv=tv)
+            attack = replace(published, tv=tv)
             sent, data = upload(cell, attack, root, device=BEST)
             yield f"{model}, {defense}: total variation {tv:g}", scored(sent, tried(sent, attack, cell), data)
 
@@ -211,6 +221,13 @@ def ig_smooth(root: str) -> Iterator[Line]:
         yield from smoothed(root, model, ("none", "dgp"), (0.003, 0.01, 0.03, 0.1, 0.3))
 
 
+def ig_cifar100(root: str) -> Iterator[Line]:
+    """The same on CIFAR-100, and what an empty guess scores there."""
+    yield from greys(FULL.attack("ig", "none", data=FULL.data100), root)
+    yield from smoothed(root, "lenet", ("none", "dgp"), (0.001, 0.003, 0.01, 0.03, 0.1), FULL.data100)
+    yield from smoothed(root, "cnn6", ("none", "dgp"), (0.003, 0.03), FULL.data100)
+
+
 def ig_smooth_deep(root: str) -> Iterator[Line]:
     """The same for ResNet18, where what noise, a bottleneck or a masked layer leaves depends on the weight most."""
     yield from smoothed(root, "resnet18", ("dp", "precode", "soteria", "dgp", "none"), (1e-3, 1e-2, 1e-1))
@@ -218,7 +235,10 @@ def ig_smooth_deep(root: str) -> Iterator[Line]:
 
 EXPERIMENTS: dict[str, Callable[[str], Iterator[Line]]] = {
     f.__name__: f
-    for f in (rgap_failed, rgap_exact, rob_readout, rob_planted, rob_pixels, ats_policies, ig_smooth, ig_smooth_deep)
+    for f in (
+        *(rgap_failed, rgap_exact, rob_readout, rob_planted, rob_pixels, ats_policies),
+        *(ig_smooth, ig_cifar100, ig_smooth_deep),
+    )
 }
 
 
