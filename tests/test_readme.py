@@ -52,6 +52,20 @@ def test_what_soteria_costs_is_recorded(run: str, name: str) -> None:
     assert row in (DOCS / "training.md").read_text()
 
 
+@pytest.mark.parametrize("defense", ["none", "topk", "dgp", "adgp", "hardened"])
+def test_accuracies_in_other_settings_are_the_recorded_ones(defense: str) -> None:
+    def shown(setting: str) -> str:
+        file = RESULTS / "full" / f"train_{defense}_cnn6_cifar10{setting}_seed0.json"
+        if not file.exists():
+            return "not run"
+        run = json.loads(file.read_text())
+        return f"{100 * run['accuracy']:.2f} %" if run["status"] == "finished" else run["status"]
+
+    name = {"none": "undefended", "topk": "Top-k", "hardened": "`hardened`"}.get(defense, defense.upper())
+    row = " | ".join([name, *map(shown, ("", "_alpha0.5", "_alpha0.1", "_local4"))])
+    assert f"| {row} |" in (DOCS / "training.md").read_text()
+
+
 def test_speeds_are_the_recorded_ones() -> None:
     rounds = {row["defense"]: row["ms_per_round"] for row in _bench("round-h200")["rows"]}
     row = (
@@ -62,6 +76,12 @@ def test_speeds_are_the_recorded_ones() -> None:
     for name, ms in rounds.items():
         over = "" if name == "none" else f"{100 * (ms / rounds['none'] - 1):.1f} %"
         assert f"| {ms:.2f} | {over} | {157 * ms / 1000:.2f} |".replace("|  |", "| |") in training
+    reached, plain = (
+        100 * json.loads((RESULTS / "full" / f"train_{name}_resnet18_cifar10_seed0.json").read_text())["accuracy"]
+        for name in ("soteria", "none")
+    )
+    assert f"reaches {reached:.2f} %" in training
+    assert f"undefended {plain:.2f} %" in training
     soteria = json.loads((RESULTS / "full" / "cost_soteria_resnet18_seed0.json").read_text())["defense_seconds"]
     assert f"{soteria:.2f} s for one upload" in training
     assert f"{soteria * 10 * 157 * 100 / 3600:.0f} hours" in training

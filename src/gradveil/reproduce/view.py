@@ -76,7 +76,8 @@ def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[s
     )
     if not same:
         pictures = f"<small>Attacked on another copy of {escape(data)}: no originals.</small> {pictures}"
-    return f"<tr><td>{escape(entry.label)}<br><small>{escape(scores)}</small></td><td>{pictures}</td></tr>"
+    label = escape(entry.label).replace(" %", "&nbsp;%")  # a line of "%" alone reads badly
+    return f"<tr><td>{label}<br><small>{escape(scores)}</small></td><td>{pictures}</td></tr>"
 
 
 def _is_copy(data: Dataset, result: dict[str, Any]) -> bool:
