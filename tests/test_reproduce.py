@@ -5,6 +5,7 @@ import json
 import math
 import re
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,18 @@ def test_a_cell_is_one_file_with_every_picture_and_is_not_run_twice(in_scratch: 
     path.write_text(json.dumps(older))
     (same,) = do(replace(TINY, match="steps=5, tv=0.05"), in_scratch, pattern, "main")
     assert same.status == "recorded"
+
+
+def test_what_was_recorded_before_a_time_is_run_again_once(in_scratch: Path) -> None:
+    name = "rob_none_lenet_*_seed0"
+    (first,) = do(TINY, in_scratch, name, "models")
+    past, future = (datetime.now(UTC) + timedelta(hours=h) for h in (-1, 1))
+    assert [o.status for o in do(TINY, in_scratch, name, "models", since=past)] == ["recorded"]
+    assert [o.status for o in do(TINY, in_scratch, name, "models", since=future)] == ["done"]
+    assert first.status == "done"
+    words = ["reproduce", "models", "--cells", name, "--out", str(in_scratch), "--dry"]
+    assert "to do" in CliRunner().invoke(app, [*words, "--since", "2999-01-01"]).output
+    assert "recorded" in CliRunner().invoke(app, [*words, "--since", "2000-01-01"]).output
 
 
 def test_time_that_runs_out_leaves_no_file_and_a_broken_cell_stops_nothing(in_scratch: Path) -> None:

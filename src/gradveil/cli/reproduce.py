@@ -3,6 +3,7 @@
 import os
 import shlex
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -51,6 +52,12 @@ def _command(name: str) -> None:
         minutes: Annotated[float | None, typer.Option(min=0, help="Stop cleanly after this long.")] = None,
         cells: Annotated[str, typer.Option(help="Only cells whose name matches, such as 'ig*_dgp_*,rob*'.")] = "*",
         train: Annotated[bool, typer.Option("--train", help="Full scale: also run the missing training runs.")] = False,
+        since: Annotated[
+            datetime | None,
+            typer.Option(
+                formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"], help="Run attacks and costs recorded before (UTC) again."
+            ),
+        ] = None,
         dry: Annotated[bool, typer.Option("--dry", help="Only list the cells.")] = False,
     ) -> None:
         pick_device(device)  # a device that is not there is one line, not a failure of each cell
@@ -62,6 +69,7 @@ def _command(name: str) -> None:
             device=device,
             minutes=0.0 if dry else minutes,
             train=train,
+            since=since and since.replace(tzinfo=UTC),
             command=shlex.join(["gradveil", *sys.argv[1:]]),
         )
         out.print(f"{name}, {session.scale.explained}", markup=False, highlight=False)

@@ -41,6 +41,7 @@ class Session:
     device: str = "auto"
     minutes: float | None = None
     train: bool = False  # whether missing training runs are run; at quick scale they always are
+    since: datetime | None = None  # attacks and costs recorded before are run again
     command: str = ""
     started: float = field(default_factory=time.monotonic)
 
@@ -154,12 +155,17 @@ def _settled(cell: Cell, session: Session) -> tuple[Path, Outcome | None]:
     if isinstance(cell, TrainingCell):
         known = [r for r in trained.recorded(session.folder, cell, place) if r["settings"]["seed"] == cell.seed]
     else:  # a result of another definition is run again
-        known = [r for r in ([store.load(path)] if path.exists() else []) if is_of(r, cell)]
+        found = [store.load(path)] if path.exists() else []
+        known = [r for r in found if is_of(r, cell) and not _outdated(r, session)]
     if any(store.on_original(r) if original else r.get("digests", {}).get("test") == at_hand for r in known):
         return path, Outcome(cell, "recorded")
     if isinstance(cell, TrainingCell) and not session.train and session.scale.name != "quick":
         return path, Outcome(cell, "untrained", note=trained.command(cell))
     return path, None
+
+
+def _outdated(result: dict[str, Any], session: Session) -> bool:
+    return session.since is not None and datetime.fromisoformat(result["environment"]["time"]) < session.since
 
 
 def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
