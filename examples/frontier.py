@@ -186,7 +186,8 @@ def attack(
             guesses = [to_pixels(one.inputs, test.mean, test.std).clamp(0, 1) for one in found]
             result = scorecard(guesses, truths, test.pixels(others).to(device), seed)
             result |= {"seconds": time.perf_counter() - began, "digests": {"test": test.digest}}
-            store.write("attack", text, setting, {**result, "environment": record.environment()}, name)
+            result |= {"command": record.command(), "environment": record.environment()}
+            store.write("attack", text, setting, result, name)
             brief = {m: round(v, 3) for m, v in result["mean"].items() if m in ("ssim", "lpips", "identified")}
             print(text, name, setting, brief, f"{result['seconds']:.0f} s", flush=True)
 

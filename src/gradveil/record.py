@@ -3,7 +3,9 @@
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,14 @@ def environment() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
     }
+
+
+def command() -> str:
+    """Return the command line of this process as a reader would type it, wherever the program is installed."""
+    script = Path(sys.argv[0])
+    if script.stem in ("gradveil", "__main__"):
+        return shlex.join(["gradveil", *sys.argv[1:]])
+    return shlex.join(["python", "/".join(script.parts[-2:]), *sys.argv[1:]])
 
 
 def commit() -> str | None:

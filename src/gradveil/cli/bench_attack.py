@@ -20,7 +20,7 @@ from ..attacks.simulate import Vmapped
 from ..attacks.space import box
 from ..capture import captured, full_precision
 from ..core import Observation
-from ..record import environment, write_json
+from ..record import command, environment, write_json
 from . import out
 from .attack_job import AttackJob, AttackSettings
 from .bench import bench_app
@@ -68,7 +68,7 @@ def bench_attack(
     if json_out:
         figures = {"model": name, "data": data, "pictures": count, "defense": defense, "milliseconds": milliseconds}
         figures |= {"slope_difference": difference, "gib": memory, "threads": torch.get_num_threads()}
-        write_json(json_out, {**figures, "environment": environment()})
+        write_json(json_out, {**figures, "command": command(), "environment": environment()})
 
 
 def _ways(seen: list[Observation]) -> tuple[dict[str, Callable[[], object]], float]:

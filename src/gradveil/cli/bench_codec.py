@@ -19,7 +19,7 @@ from .. import data, models, wire
 from ..core import Grads, Step
 from ..defenses import DualPrune, ErrorFeedback, Quantize
 from ..gradients import gradient, parameters
-from ..record import environment, write_json
+from ..record import command, environment, write_json
 from . import out
 from .bench import bench_app
 
@@ -102,7 +102,7 @@ def bench_codec(
             f"entropy {report.floor_bytes:,.0f}; values {report.values_bytes:,}, header {report.header_bytes:,}\n"
         )
     if json_out:
-        write_json(json_out, {"results": results, "environment": environment()})
+        write_json(json_out, {"results": results, "command": command(), "environment": environment()})
 
 
 @contextmanager

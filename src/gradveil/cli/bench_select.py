@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import models, select
-from ..record import environment
+from ..record import command, environment
 from . import out
 from .bench import bench_app
 
@@ -120,7 +120,13 @@ def bench_select(
     out.print(table)
     out.print(f"memory beyond inputs and outputs: {extra:.2f} of the gradient")
     if json_out:
-        record = {"entries": entries, "ms": times, "extra_memory": extra, "environment": environment()}
+        record = {
+            "entries": entries,
+            "ms": times,
+            "extra_memory": extra,
+            "command": command(),
+            "environment": environment(),
+        }
         json_out.write_text(json.dumps(record, indent=1))
 
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from safetensors.torch import load_file
 
 from ..errors import ConfigError
-from ..record import environment, write_json
+from ..record import command, environment, write_json
 from ..training import FastTrainer, Settings, Trainer, assemble
 from . import out
 from .bench import bench_app
@@ -84,7 +84,7 @@ def bench_train(
     if json_out:
         figures = {"rounds_per_second": rates, "largest_difference": difference, "settings": asdict(job)}
         figures["load_average"] = os.getloadavg()
-        write_json(json_out, {**figures, "environment": environment()})
+        write_json(json_out, {**figures, "command": command(), "environment": environment()})
 
 
 def _rounds_per_second(engine: Any, settings: Settings) -> float:
@@ -179,7 +179,10 @@ def bench_round(
     if json_out:
         fields = ("precision", "lanes", "defense", "ms_per_round", "repeats")
         figures = [dict(zip(fields, row, strict=True)) for row in rows]
-        write_json(json_out, {"model": model, "data": data, "rows": figures, "environment": environment()})
+        write_json(
+            json_out,
+            {"model": model, "data": data, "rows": figures, "command": command(), "environment": environment()},
+        )
 
 
 def _milliseconds(jobs: Sequence[Settings], lanes: int, rounds: int, repeats: int) -> list[list[float]]:

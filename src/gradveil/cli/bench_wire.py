@@ -1,7 +1,6 @@
 """`gradveil bench wire`: what a federated round moves and how long it takes on slow links."""
 
 import logging
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from .. import data, defenses, models
 from ..core import Defense, Tensors
 from ..errors import ConfigError
 from ..gradients import local_update
-from ..record import environment, write_json
+from ..record import command, environment, write_json
 from . import out
 from .bench import bench_app
 
@@ -109,8 +108,7 @@ def wire(
     _show(results, rates, model, sum(t.numel() for t in start.values()))
     if file is not None:
         rows = [{**_plain(one), "break_even_mbit": break_even(one, results[0])} for one in results]
-        command = " ".join(["gradveil", *sys.argv[1:]])
-        setting = {"command": command, "environment": environment(), "model": model, "rates_mbit": rates}
+        setting = {"command": command(), "environment": environment(), "model": model, "rates_mbit": rates}
         write_json(file, {**setting, "rows": rows})
 
 

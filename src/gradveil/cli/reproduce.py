@@ -1,8 +1,6 @@
 """`gradveil reproduce`: the paper table by table, and the pages made of what came out."""
 
 import os
-import shlex
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
+from .. import record
 from ..reproduce import NAMES, SCALES, Outcome, Session, run
 from ..reproduce.cells import key
 from ..reproduce.pages import render as make_page
@@ -70,7 +69,7 @@ def _command(name: str) -> None:
             minutes=0.0 if dry else minutes,
             train=train,
             since=since and since.replace(tzinfo=UTC),
-            command=shlex.join(["gradveil", *sys.argv[1:]]),
+            command=record.command(),
         )
         out.print(f"{name}, {session.scale.explained}", markup=False, highlight=False)
         outcomes = run(name, session, seeds=numbers, pattern=cells, tell=_list if dry else _tell)

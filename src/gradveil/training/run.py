@@ -128,6 +128,7 @@ def summary(trainer: Trainer | FastTrainer, status: str, rounds: list[dict[str, 
             "pictures_per_user": [len(shard) for shard in job.feed.shards],
         },
         "digests": job.digests,
+        "command": record.command(),
         "environment": record.environment(),
         "rounds_done": trainer.round,
         # A run that diverged may have sent in rounds that were not counted.
