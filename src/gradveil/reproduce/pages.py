@@ -70,8 +70,8 @@ NOTES = {
     "CIFAR-10 follow.",
     "Relative gradient distance against scores (IG)": "Between the top 5 and 10 % of DGP the distance jumps. The "
     "classifier's bias has ten entries, of which 5 % round down to none; at 10 % the largest one goes, which belongs "
-    "to the true label and is about a third of the squared gradient. So at 5 % DGP sends the label, and a search by "
-    "the whole cosine hears little else.",
+    "to the true label and is about a third of the squared gradient. So at 5 % DGP sends the label, and that one "
+    "number is most of what arrives, by energy.",
 }
 OTHER_HEAD = """## Another copy of CIFAR-10
 
