@@ -20,9 +20,16 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("page", [README, *sorted((README.parent / "docs").glob("*.md"))], ids=lambda p: p.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text())
-    missing = [link for link in links if not (page.parent / link).exists()]
-    assert not missing
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in _anchors(target), link
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def _runs(folder: str, *names: str) -> list[dict[str, Any]]:
