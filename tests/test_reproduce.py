@@ -1,6 +1,7 @@
 """Reproducing the paper: what is run, that it resumes, and that the pages say what the files say."""
 
 import base64
+import io
 import json
 import math
 import re
@@ -35,6 +36,7 @@ from gradveil.reproduce import (
     own_cards,
     pages,
     pictures,
+    plots,
     run,
     runner,
     scored,
@@ -348,6 +350,36 @@ def test_missing_full_scale_runs_are_named_not_trained(in_scratch: Path) -> None
 def test_the_results_page_is_up_to_date() -> None:
     page = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
     assert page == pages.render(RESULTS), "run: gradveil reproduce render"
+
+
+def test_the_plots_are_up_to_date() -> None:
+    lines = entries("figures", FULL)
+    drawn = {
+        "results-distance.png": plots.distances(lines, RESULTS, "full"),
+        "results-accuracy.png": plots.accuracies(lines, RESULTS, "full"),
+    }
+    assert set(drawn) == set(pages.PLOTS.values())
+    for name, from_data in drawn.items():
+        with Image.open(REPOSITORY / "docs" / name) as picture:
+            assert picture.text[plots.DATA] == plots.digest(from_data), "run: gradveil reproduce render"
+
+
+def test_plots_show_every_point_and_curve_and_say_what_they_are_of(tmp_path: Path) -> None:
+    lines = entries("figures", FULL)
+    points = plots.distances(lines, RESULTS, "full")
+    assert {model: {kind: len(s["distance"]) for kind, s in kinds.items()} for model, kinds in points.items()} == {
+        model: {"top-k": len(tables.KEPT), "DGP": len(tables.TOPS) + 1} for model in ("resnet18", "lenet")
+    }
+    assert all(
+        len(values) == len(s["lpips"]) for kinds in points.values() for s in kinds.values() for values in s.values()
+    )
+    curves = plots.accuracies(lines, RESULTS, "full")
+    assert {"none", "dgp", "dgp-nofeedback"} <= set.intersection(*(set(lines) for lines in curves.values()))
+    assert len(curves) == 4
+    for png in pages.plots_of(RESULTS).values():
+        with Image.open(io.BytesIO(png)) as picture:
+            assert picture.width > 1000
+    assert pages.plots_of(tmp_path) == {}
 
 
 def test_the_leaderboard_page_is_up_to_date() -> None:

@@ -11,8 +11,8 @@ from rich.markup import escape
 from .. import record
 from ..reproduce import NAMES, SCALES, Outcome, Session, run
 from ..reproduce.cells import key
+from ..reproduce.pages import plots_of, render_table
 from ..reproduce.pages import render as make_page
-from ..reproduce.pages import render_table
 from ..reproduce.tables import TABLES
 from ..reproduce.view import page as make_view
 from ..reproduce.weights import RUNS
@@ -116,8 +116,10 @@ def render(
     folder: Folder = Path("results"),
     page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results.md"),
 ) -> None:
-    """Write docs/results.md from the recorded results."""
+    """Write docs/results.md, and the plots beside it, from the recorded results."""
     page.write_text(make_page(folder), encoding="utf-8")
+    for name, png in plots_of(folder).items():
+        (page.parent / name).write_bytes(png)
     out.print(f"wrote {page}", markup=False, highlight=False)
 
 

@@ -7,13 +7,14 @@ from typing import Any
 
 from ..data.cifar import LAYOUTS, SIZES
 from ..errors import ConfigError
+from . import plots
 from .cells import AttackCell, key
 from .columns import Found, columns_for, paper_only
 from .entry import Entry
 from .figures import deviations, figures_of, results_of, shown, summarise
 from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
-from .tables import TABLES, entries
+from .tables import DISTANCE, FEEDBACK, TABLES, entries
 
 HEAD = """# Results
 
@@ -68,11 +69,12 @@ NOTES = {
     "to solve.",
     "Accuracy, CIFAR-100": "Training takes all of CIFAR-100, of which only a part was at hand; the same runs on "
     "CIFAR-10 follow.",
-    "Relative gradient distance against scores (IG)": "Between the top 5 and 10 % of DGP the distance jumps. The "
+    DISTANCE: "Between the top 5 and 10 % of DGP the distance jumps. The "
     "classifier's bias has ten entries, of which 5 % round down to none; at 10 % the largest one goes, which belongs "
     "to the true label and is about a third of the squared gradient. So at 5 % DGP sends the label, and that one "
     "number is most of what arrives, by energy.",
 }
+PLOTS = {DISTANCE: "results-distance.png", FEEDBACK: "results-accuracy.png"}  # beside the page
 OTHER_HEAD = """## Another copy of CIFAR-10
 
 These ran on a copy whose pictures went through JPEG (310 bytes each) and came in another order. That costs accuracy and
@@ -92,6 +94,7 @@ class _Page:
     folder: Path
     scale: str
     pictures: str
+    plots: bool = False  # whether the plots lie beside it
     said: dict[str, str] = field(default_factory=dict)
 
 
@@ -111,7 +114,7 @@ def render(folder: Path) -> str:
         raise ConfigError(f"there is no folder {folder}: results lie where gradveil reproduce wrote them (--out)")
     parts: list[str] = []
     contents = [["table", "what", "lines recorded"]]
-    page = _Page(folder, "full", "../results/full")
+    page = _Page(folder, "full", "../results/full", plots=True)
     for name, make in TABLES.items():
         what, lines = (make.__doc__ or "").strip(), entries(name, SCALES["full"])
         recorded = sum(bool(results_of(folder, "full", entry)) for entry in lines)
@@ -120,6 +123,14 @@ def render(folder: Path) -> str:
         parts += [_part(page, title, part) for title, part in _parts(lines).items()]
     parts += [_other_copies(folder), _quick(folder)]
     return "\n".join([HEAD.format(contents=table(contents)), *parts])
+
+
+def plots_of(folder: Path) -> dict[str, bytes]:
+    """Return the plots of the page for the results in `folder`, as PNG by their names."""
+    lines = entries("figures", SCALES["full"])
+    points, curves = plots.distances(lines, folder, "full"), plots.accuracies(lines, folder, "full")
+    found = {PLOTS[DISTANCE]: plots.draw_distances(points)} if points else {}
+    return found | ({PLOTS[FEEDBACK]: plots.draw_accuracies(curves)} if curves else {})
 
 
 def _parts(lines: list[Entry]) -> dict[str, list[Entry]]:
@@ -153,6 +164,7 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     missing = [entry.label for entry, found in zip(lines, results, strict=True) if not (found or entry.paper)]
     text += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
     text += _sentences(title, run, page.said) if page.scale == "full" else ""
+    text += f"\n![{title}]({PLOTS[title]})\n" if page.plots and title in PLOTS else ""
     return text + _strips(page, lines, results)
 
 

@@ -16,6 +16,8 @@ TOTALS = {"48%": (0.03, 0.45), "80%": (0.05, 0.75), "96%": (0.06, 0.9)}
 SHARES = {"1/15": (0.05, 0.75), "1/7": (0.1, 0.7), "1/3": (0.2, 0.6)}
 KEPT = (0.8, 0.4, 0.2, 0.1, 0.05, 0.01)
 TOPS = (0.005, 0.01, 0.02, 0.1, 0.2)
+DISTANCE = "Relative gradient distance against scores (IG)"
+FEEDBACK = "Accuracy with and without error feedback"
 
 Maker = Callable[[Scale, int], Iterator[Entry]]
 
@@ -127,7 +129,7 @@ def figures(scale: Scale, seed: int) -> Iterator[Entry]:
     """What the paper shows without numbers: distance, error feedback, larger batches, GGL."""
     # The paper's model, and one whose whole curve a CPU can follow; one at a scale where both are the same.
     for model in dict.fromkeys(scale.stand_ins.get(m, m) for m in ("resnet18", "lenet")):
-        part = "Relative gradient distance against scores (IG)" + (", LeNet" if model == "lenet" else "")
+        part = DISTANCE + (", LeNet" if model == "lenet" else "")
         for keep in KEPT:
             cell = scale.attack("ig", f"topk{100 * keep:g}", model, defense_text=f"topk(keep={keep})", seed=seed)
             if keep == 0.2:
@@ -140,7 +142,7 @@ def figures(scale: Scale, seed: int) -> Iterator[Entry]:
     for model in MODELS:
         for defense in ("none", "dgp", "dgp-nofeedback", "adgp", "adgp-nofeedback"):
             cell_ = scale.train(defense, model, seed=seed)
-            yield Entry("Accuracy with and without error feedback", f"{model}, {defense}", cell_)
+            yield Entry(FEEDBACK, f"{model}, {defense}", cell_)
     for attack in ("ig", "rob"):
         for size in (2, 4):
             for defense in ("none", "topk", "dgp"):

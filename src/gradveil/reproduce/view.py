@@ -1,7 +1,6 @@
 """A page that shows reconstructions beside the originals, from the reader's own copy of the data."""
 
 import base64
-import io
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,9 @@ from ..errors import ConfigError
 from ..spec import build
 from ..training.job import fitted
 from ..veil import derive_rng
+from . import plots
 from .attacked import client_name
-from .cells import AttackCell, TrainingCell, key
+from .cells import AttackCell, key
 from .entry import Entry
 from .figures import figures_of, results_of, shown
 from .scales import Scale
@@ -48,7 +48,7 @@ def page(name: str, scale: Scale, folder: Path, root: str | None) -> str:
             if path.exists():
                 parts.setdefault(entry.part, []).append(_row(entry, results, path, loaded, root))
     body = "".join(f"<h2>{escape(part)}</h2><table>{''.join(rows)}</table>" for part, rows in parts.items())
-    body += _scatter(lines, folder, scale) + _curves(lines, folder, scale)
+    body += _plots(lines, folder, scale.name)
     if not body:
         where = folder / scale.name
         raise ConfigError(f"{where} holds no picture or curve of {name}: gradveil reproduce {name} writes its table")
@@ -124,50 +124,11 @@ def trained_on(result: dict[str, Any], data: Dataset) -> Tensor | None:
     return to_pixels(torch.cat(parts), data.mean, data.std)
 
 
-def _scatter(lines: list[Entry], folder: Path, scale: Scale) -> str:
-    """Return the plot of every score against the relative gradient distance, where a table asks for it."""
-    series: dict[str, list[dict[str, Any]]] = {}
-    for entry in lines:
-        found = figures_of(entry, results_of(folder, scale.name, entry)) if entry.part.startswith("Relative") else None
-        if found and isinstance(entry.cell, AttackCell):
-            series.setdefault(entry.cell.model, []).append(found)
-    if not series:
-        return ""
-    from matplotlib.figure import Figure
-
-    plot = Figure(figsize=(11, 3), layout="constrained")
-    names = [n for n in ("psnr", "mse", "plain_ssim", "lpips") if n in next(iter(series.values()))[0]]
-    axes = plot.subplots(1, len(names), squeeze=False)[0]
-    for axis, name in zip(axes, names, strict=True):
-        for (model, points), marker in zip(series.items(), "o^", strict=False):
-            x, y = ([p[n].mean for p in points] for n in ("distance", name))
-            axis.scatter(x, y, marker=marker, label=model)
-        axis.set(xlabel="relative gradient distance", ylabel=name.removeprefix("plain_"))
-    axes[0].legend()
-    return f"<h2>Distance against scores</h2>{_image(plot)}"
+def _plots(lines: list[Entry], folder: Path, scale: str) -> str:
+    points, curves = plots.distances(lines, folder, scale), plots.accuracies(lines, folder, scale)
+    body = f"<h2>Distance against scores</h2>{_image(plots.draw_distances(points))}" if points else ""
+    return body + (f"<h2>Accuracy</h2>{_image(plots.draw_accuracies(curves))}" if curves else "")
 
 
-def _curves(lines: list[Entry], folder: Path, scale: Scale) -> str:
-    """Return the accuracy curves of the table's training runs, one plot for each model."""
-    runs: dict[str, list[tuple[str, list[dict[str, Any]]]]] = {}
-    for entry in lines:
-        if isinstance(entry.cell, TrainingCell):
-            for result in results_of(folder, scale.name, entry)[:1]:
-                runs.setdefault(entry.cell.settings.model, []).append((entry.label, result["curve"]))
-    if not runs:
-        return ""
-    from matplotlib.figure import Figure
-
-    plot = Figure(figsize=(11, 3.5), layout="constrained")
-    for axis, (model, curves) in zip(plot.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
-        for label, curve in curves:
-            axis.plot([p["epoch"] for p in curve], [100 * p["accuracy"] for p in curve], marker=".", label=label)
-        axis.set(title=model, xlabel="epoch", ylabel="test accuracy, %")
-        axis.legend(fontsize="x-small")
-    return f"<h2>Accuracy</h2>{_image(plot)}"
-
-
-def _image(plot: Any) -> str:
-    handle = io.BytesIO()
-    plot.savefig(handle, format="png", dpi=110)
-    return f'<img class="plot" alt="plot" src="data:image/png;base64,{base64.b64encode(handle.getvalue()).decode()}">'
+def _image(png: bytes) -> str:
+    return f'<img class="plot" alt="plot" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
