@@ -716,12 +716,15 @@ def test_a_file_that_is_no_card_is_one_line(tmp_path: Path) -> None:
 
 def test_leaving_threats_out_is_no_way_up_the_board(card: dict[str, Any], tmp_path: Path) -> None:
     assert {t["threat"] for t in card["threats"]} == {"first upload", "active"}
-    first = {**card["threats"][0], "ssim": 0.1}
+    broken = [{**card["threats"][0], "threat": name, "ssim": 0.9, "blind_ssim": 0.1} for name in board.cards.THREATS]
+    whole = [{**threat, "ssim": 0.1, "identified": 0.01} for threat in broken]
+    named = [{**threat, "identified": 0.5} for threat in whole]
+    wanted = {"e": whole, "d": [*whole[:2], named[2]], "c": whole[:2], "b": broken, "a": broken[:2]}  # best first
     (tmp_path / "cards").mkdir()
-    for name, content in (("dgp", card), ("untried", {**card, "defense": "untried", "threats": [first]})):
-        (tmp_path / "cards" / f"{name}.json").write_text(json.dumps(content))
-    page = board.render(tmp_path)
-    assert page.index("| dgp<br>") < page.index("| untried<br>")
+    for name, threats in wanted.items():
+        (tmp_path / "cards" / f"{name}.json").write_text(json.dumps({**card, "defense": name, "threats": threats}))
+    places = [board.render(tmp_path).index(f"| {name}<br>") for name in wanted]
+    assert places == sorted(places)
 
 
 def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from . import cards
 from .figures import shown
 from .pages import table
 
+LOST_SSIM, LOST_IDENTIFIED = 0.1, 0.5  # from here on a threat counts as lost
 HEAD = """# Leaderboard
 
 <!-- Rendered from results/cards/ by `gradveil leaderboard render`: change a card or the renderer, not this page. -->
@@ -16,8 +17,9 @@ HEAD = """# Leaderboard
 How much of a private picture the strongest recorded attacker recovers who knows the defense, what the defense costs in
 accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy, "blind" is what a guess reaches that
 never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so, for whichever
-recorded attack does that best. Defenses measured under more threats come first, since an attack that nobody ran proves
-nothing; among equals those whose worst score lies least above blind guessing. The text under a name is what was
+recorded attack does that best. Defenses that lose to fewer threats come first: to those that reach an SSIM {ssim} above
+blind or identify {identified:.0%} of the pictures, and to those that nobody measured, since an attack that was not run
+proves nothing. Among equals those whose worst score lies least above blind guessing. The text under a name is what was
 attacked: `hardened` by default mixes 32 examples before it sends, here it sends each by itself.
 
 {threats}
@@ -79,7 +81,8 @@ def render(folder: Path) -> str:
         raise ConfigError(f"there is no folder {folder}: cards lie in cards/ of the recorded results (--results)")
     found = [cards.load(path) for path in sorted((folder / "cards").glob("*.json"))]
     threats = "\n".join(f"- **{name}**: {text}." for name, text in cards.THREATS.items())
-    text, submit = HEAD.format(threats=threats), SUBMIT.format(example=json.dumps(EXAMPLE, indent=2))
+    text = HEAD.format(threats=threats, ssim=LOST_SSIM, identified=LOST_IDENTIFIED)
+    submit = SUBMIT.format(example=json.dumps(EXAMPLE, indent=2))
     if not found:
         return text + "\nNo card yet.\n" + submit
     rows = [["defense", *cards.THREATS, "accuracy, % (undefended)", "upload / dense", "setting", "by"]]
@@ -87,10 +90,15 @@ def render(folder: Path) -> str:
     return text + "\n" + table(rows) + submit
 
 
-def _rank(card: dict[str, Any]) -> tuple[int, float, str]:
+def _rank(card: dict[str, Any]) -> tuple[int, list[float], str]:
     """Return what cards are sorted by: leaving a threat out must not be a way up."""
-    missing = len(cards.THREATS) - len({t["threat"] for t in card["threats"]})
-    return missing, max(float(t["ssim"]) - float(t["blind_ssim"]) for t in card["threats"]), card["defense"]
+    lost, above = 0, []
+    for name in cards.THREATS:
+        found = [t for t in card["threats"] if t["threat"] == name]
+        above.append(max((float(t["ssim"]) - float(t["blind_ssim"]) for t in found), default=1.0))
+        picked = max((float(t.get("identified", 0.0)) for t in found), default=1.0)
+        lost += above[-1] >= LOST_SSIM or picked >= LOST_IDENTIFIED
+    return lost, sorted(above, reverse=True), card["defense"]
 
 
 def _row(card: dict[str, Any]) -> list[str]:
