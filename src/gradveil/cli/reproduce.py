@@ -85,6 +85,8 @@ def _command(name: str) -> None:
             page.parent.mkdir(parents=True, exist_ok=True)
             strips = os.path.relpath(folder / scale, page.parent)
             page.write_text(render_table(name, session.scale, folder, strips), encoding="utf-8")
+            if name in ("figures", "all"):
+                _write_plots(folder, scale, page.parent)
             out.print(f"the table, the paper's values beside ours: {page}", highlight=False, soft_wrap=True)
         # A run that found no data must not look like one that worked.
         if count["failed"] or (count["no data"] and not count["done"] + count["recorded"]):
@@ -118,9 +120,13 @@ def render(
 ) -> None:
     """Write docs/results.md, and the plots beside it, from the recorded results."""
     page.write_text(make_page(folder), encoding="utf-8")
-    for name, png in plots_of(folder).items():
-        (page.parent / name).write_bytes(png)
+    _write_plots(folder, "full", page.parent)
     out.print(f"wrote {page}", markup=False, highlight=False)
+
+
+def _write_plots(folder: Path, scale: str, place: Path) -> None:
+    for name, png in plots_of(folder, scale).items():
+        (place / name).write_bytes(png)
 
 
 def _tell(outcome: Outcome, done: int, total: int) -> None:

@@ -94,7 +94,6 @@ class _Page:
     folder: Path
     scale: str
     pictures: str
-    plots: bool = False  # whether the plots lie beside it
     said: dict[str, str] = field(default_factory=dict)
 
 
@@ -114,7 +113,7 @@ def render(folder: Path) -> str:
         raise ConfigError(f"there is no folder {folder}: results lie where gradveil reproduce wrote them (--out)")
     parts: list[str] = []
     contents = [["table", "what", "lines recorded"]]
-    page = _Page(folder, "full", "../results/full", plots=True)
+    page = _Page(folder, "full", "../results/full")
     for name, make in TABLES.items():
         what, lines = (make.__doc__ or "").strip(), entries(name, SCALES["full"])
         recorded = sum(bool(results_of(folder, "full", entry)) for entry in lines)
@@ -125,10 +124,10 @@ def render(folder: Path) -> str:
     return "\n".join([HEAD.format(contents=table(contents)), *parts])
 
 
-def plots_of(folder: Path) -> dict[str, bytes]:
-    """Return the plots of the page for the results in `folder`, as PNG by their names."""
-    lines = entries("figures", SCALES["full"])
-    points, curves = plots.distances(lines, folder, "full"), plots.accuracies(lines, folder, "full")
+def plots_of(folder: Path, scale: str = "full") -> dict[str, bytes]:
+    """Return the plots that belong beside a page for the results in `folder`, as PNG by their names."""
+    lines = entries("figures", SCALES[scale])
+    points, curves = plots.distances(lines, folder, scale), plots.accuracies(lines, folder, scale)
     found = {PLOTS[DISTANCE]: plots.draw_distances(points)} if points else {}
     return found | ({PLOTS[FEEDBACK]: plots.draw_accuracies(curves)} if curves else {})
 
@@ -164,7 +163,7 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     missing = [entry.label for entry, found in zip(lines, results, strict=True) if not (found or entry.paper)]
     text += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
     text += _sentences(title, run, page.said) if page.scale == "full" else ""
-    text += f"\n![{title}]({PLOTS[title]})\n" if page.plots and title in PLOTS else ""
+    text += f"\n![{title}]({PLOTS[title]})\n" if any(results) and title in PLOTS else ""
     return text + _strips(page, lines, results)
 
 

@@ -17,7 +17,7 @@ MARKERS = {"top-k": "o", "DGP": "^"}
 DATA = "gradveil data"  # the key under which a picture says what it was drawn from
 
 Points = dict[str, dict[str, dict[str, list[float]]]]  # by model, then pruning, then what is plotted
-Curves = dict[str, dict[str, list[tuple[float, float]]]]  # by model, then line: epochs and accuracies
+Curves = dict[str, dict[str, list[tuple[float, float]]]]  # by model and data, then defense: epochs and accuracies
 
 
 def distances(lines: Sequence[Entry], folder: Path, scale: str) -> Points:
@@ -38,10 +38,10 @@ def accuracies(lines: Sequence[Entry], folder: Path, scale: str) -> Curves:
     curves: Curves = {}
     for entry in lines:
         if isinstance(entry.cell, TrainingCell):
-            model = entry.cell.settings.model
+            panel = f"{entry.cell.settings.model}, {entry.cell.settings.data}"
             for result in results_of(folder, scale, entry)[:1]:
                 curve = [(p["epoch"], 100 * p["accuracy"]) for p in result["curve"]]
-                curves.setdefault(model, {})[entry.label.removeprefix(f"{model}, ")] = curve
+                curves.setdefault(panel, {})[entry.cell.defense] = curve
     return curves
 
 
@@ -63,17 +63,17 @@ def draw_distances(points: Points) -> bytes:
 
 
 def draw_accuracies(curves: Curves) -> bytes:
-    """Return the plot of `accuracies` as PNG, one panel for each model."""
+    """Return the plot of `accuracies` as PNG, one panel for each model and dataset."""
     from matplotlib.figure import Figure
 
     plot = Figure(figsize=(11, 3.5), layout="constrained")
-    labels = dict.fromkeys(label for lines in curves.values() for label in lines)
-    colors = {label: f"C{i}" for i, label in enumerate(labels)}
+    defenses = dict.fromkeys(defense for lines in curves.values() for defense in lines)
+    colors = {defense: f"C{i}" for i, defense in enumerate(defenses)}
     handles = {}
-    for axis, (model, lines) in zip(plot.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
-        for label, curve in lines.items():
-            (handles[label],) = axis.plot(*zip(*curve, strict=True), marker=".", color=colors[label])
-        axis.set(title=model, xlabel="epoch", ylabel="test accuracy, %")
+    for axis, (panel, lines) in zip(plot.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+        for defense, curve in lines.items():
+            (handles[defense],) = axis.plot(*zip(*curve, strict=True), marker=".", color=colors[defense])
+        axis.set(title=panel, xlabel="epoch", ylabel="test accuracy, %")
     plot.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return _png(plot, curves)
 

@@ -29,8 +29,8 @@ from .tables import entries
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;
 height:48px;display:block;max-width:100%}}img.plot{{height:auto}}td{{padding:.2em .8em .2em 0;vertical-align:middle}}
-p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:auto}}}}@media(max-width:45em){{
-td{{display:block}}}}</style></head><body><h1>{title}</h1><p class="note">{note}</p>
+p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:auto}}}}.wide{{overflow-x:auto}}
+@media(max-width:45em){{td{{display:block}}img.plot{{min-width:50em}}}}</style></head><body><h1>{title}</h1><p class="note">{note}</p>
 <p>Above the originals, below what the attacker recovered; a green tile stands for a copy. Where a defense changes the
 pictures (ATS) the changed ones stand between, and it is these that a gradient gives away.</p>{body}
 </body></html>"""
@@ -131,4 +131,5 @@ def _plots(lines: list[Entry], folder: Path, scale: str) -> str:
 
 
 def _image(png: bytes) -> str:
-    return f'<img class="plot" alt="plot" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    picture = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return f'<div class="wide"><img class="plot" alt="plot" src="{picture}"></div>'
