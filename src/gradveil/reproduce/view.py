@@ -30,7 +30,8 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{tit
 body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;
 height:48px;display:block;max-width:100%}}img.plot{{height:auto}}td{{padding:.2em .8em .2em 0;vertical-align:middle}}
 p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:auto}}}}.wide{{overflow-x:auto}}
-@media(max-width:45em){{td{{display:block}}img.plot{{min-width:50em}}}}</style></head><body><h1>{title}</h1><p class="note">{note}</p>
+@media(max-width:45em){{td{{display:block}}img.plot{{min-width:50em}}}}</style></head><body>
+<h1>{title}</h1><p class="note">{note}</p>
 <p>Above the originals, below what the attacker recovered; a green tile stands for a copy. Where a defense changes the
 pictures (ATS) the changed ones stand between, and it is these that a gradient gives away.</p>{body}
 </body></html>"""
