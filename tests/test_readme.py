@@ -106,3 +106,15 @@ def test_speeds_are_the_recorded_ones() -> None:
 def _bench(name: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((RESULTS / "bench" / f"{name}.json").read_text())
     return found
+
+
+def test_what_rgap_reads_through_pruning_is_recorded() -> None:
+    def read(defense: str) -> str:
+        files = (RESULTS / "full").glob(f"rgap+mask_{defense}_cnn6_cifar10_seed*.json")
+        scores = [score for file in files for score in json.loads(file.read_text())["scores"]["ssim"]]
+        found = sum(score > 0.95 for score in scores)
+        return f"all of {len(scores)}" if found == len(scores) else f"{found} of {len(scores)}"
+
+    text = " ".join((DOCS / "attacks.md").read_text().split())
+    assert f"gives away {read('dgp')} pictures through dual pruning, {read('topk')} through Top-k" in text
+    assert f"{read('adgp')} through ADGP and {read('soteria')} through Soteria" in text
