@@ -45,11 +45,10 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
             yield Entry("IG by a schedule of our own, told the defense", f"{model}, {defense}", cell)
     for defense in ("topk", "dgp", "adgp"):
         yield Entry("Band-aware IG", defense, scale.attack("ig+band", defense, seed=seed))
-    # Made for noise; what prunes is met by `rob+fit`, whose decoys this one lacks.
-    cell = scale.attack("spotlight", "hardened1", seed=seed)
-    yield Entry(
-        "A planted layer of which a quarter fires, all for one picture; the client has no guard", "hardened1", cell
-    )
+    # Made for noise; what only prunes is met by `rob+fit`, whose decoys this one lacks.
+    part = "A planted layer of which a quarter fires, all for one picture; the client has no guard"
+    for defense in ("outpost", "hardened1"):
+        yield Entry(part, defense, scale.attack("spotlight", defense, seed=seed))
     for model in ("resnet18", "lenet", "cnn6"):
         for defense in ("none", "dp", "topk", "dgp", "hardened1"):
             cell = scale.attack("ig+coarse", defense, model, seed=seed)
@@ -71,7 +70,7 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
         for attack, defense in (("ig", "dgp"), ("ig+mask", "topk"), ("ig+mask", "dgp"), ("ig+mask", "hardened1")):
             yield part, f"{defense}, {rounds} earlier, {attack}", attack, defense, {"rounds": rounds}
     part = "Chained: the attacker follows the client from its first round"
-    for defense in ("topk", "dgp", "hardened1"):
+    for defense in ("topk", "dgp", "adgp", "hardened1"):
         yield part, defense, "ig+chain", defense, {"rounds": 1}
     for defense in ("none", "topk", "dgp", "hardened1"):
         for attack in ("ig", "ig+mask"):
