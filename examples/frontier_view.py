@@ -67,12 +67,14 @@ def of_tables(folder: Path) -> Iterator[Entry]:
                 yield {"kind": "training", "defense": defense, "setting": setting, "result": result}
         elif result["kind"] == "attack" and _first_upload(result["cell"]):
             cell = result["cell"]
+            # Where the defense changes the pictures, the changed ones are what the attacker finds, and no less private.
+            scores = result["transformed_scores"] or result["scores"]
             yield {
                 "kind": "attack",
                 "defense": cell["defense_text"],
                 "attack": cell["attack_text"],
                 "setting": {"model": cell["model"], "batch": cell["batch_size"], "n": result["n"]},
-                "mean": {metric: fmean(values) for metric, values in result["scores"].items() if None not in values},
+                "mean": {metric: fmean(values) for metric, values in scores.items() if None not in values},
                 "floor": result["floor"],
             }
 

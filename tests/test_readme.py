@@ -49,6 +49,57 @@ def test_accuracies_and_uploads_are_the_recorded_ones() -> None:
         assert figure in README.read_text()
 
 
+def _mean(cell: str, metric: str, setting: str = "") -> float:
+    """Return the mean score of an attack; of what the client trained on, where its defense changes the pictures."""
+    result = json.loads((RESULTS / "full" / f"{cell}_cifar10{setting}_seed0.json").read_text())
+    return statistics.mean((result["transformed_scores"] or result["scores"])[metric])
+
+
+def test_the_first_table_is_of_the_pictures_beside_it() -> None:
+    rows = re.findall(r"\(results/full/(.*)_cifar10_seed0.webp\) \| (.*) \| (.*) % \|", README.read_text())
+    assert len(rows) == 4
+    for cell, ssim, identified in rows:
+        assert (ssim, identified) == (f"{_mean(cell, 'ssim'):.2f}", f"{100 * _mean(cell, 'identified'):.0f}"), cell
+
+
+ATTACKED = {
+    "raw gradient": "ig+mask_none",
+    "Top-k": "ig+mask_topk",
+    "published DGP, first round": "ig+mask_dgp",
+    "the same, an attacker who also uses the band": "ig+band_dgp",
+    "the same, a generator searched: GGL": "ggl_dgp",
+    "ADGP, first round": "ig+mask_adgp",
+    "Outpost, its gate open": "ig+mask_outpost",
+    "Soteria": "ig+mask_soteria",
+    "PRECODE": "ig+mask_precode",
+    "ATS, the transformed picture": "ig+mask_ats",
+    "DP, noise of 0.01": "ig+mask_dp",
+    "DP, an attacker who looks for 8x8 pictures": "ig+coarse_dp",
+    "the noise and rounding of `hardened`, without mixing": "ig+mask_hardened1",
+    "the same, an attacker who looks for 8x8 pictures": "ig+coarse_hardened1",
+}
+
+
+@pytest.mark.parametrize(("label", "cell"), ATTACKED.items())
+def test_what_an_attacker_gets_who_knows_the_defense_is_recorded(label: str, cell: str) -> None:
+    ssim, lpips, identified = (_mean(f"{cell}_resnet18", metric) for metric in ("ssim", "lpips", "identified"))
+    row = f"| {label} | {ssim:.3f} | {lpips:.3f} | {100 * identified:.0f} % |"
+    assert row in (DOCS / "hardened.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("label", "defense"),
+    [("raw gradient", "none"), ("published DGP", "dgp"), ("`hardened` without mixing", "hardened1")],
+)
+def test_what_trained_models_give_away_is_recorded(label: str, defense: str) -> None:
+    def shown(after: str) -> str:
+        ssim, identified = (_mean(f"ig+mask_{defense}_resnet18", metric, after) for metric in ("ssim", "identified"))
+        return f"{ssim:.3f}, {100 * identified:.0f} %"
+
+    row = " | ".join([label, *map(shown, ("", "_epochs1", "_epochs10", "_epochs100"))])
+    assert f"| {row} |" in (DOCS / "hardened.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("run", "name"), [("none", "undefended"), ("soteria", "`soteria`"), ("soteria1", "`soteria(probes=1)`")]
 )

@@ -740,6 +740,16 @@ def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:
     assert "0.200 (blind 0.100), identified 100 %" in board.render(tmp_path)
 
 
+@pytest.mark.parametrize(("defense", "later"), [("soteria", [0.2]), ("dgp", [])])
+def test_a_defense_without_memory_sends_later_uploads_like_the_first(
+    defense: str, later: list[float], tmp_path: Path
+) -> None:
+    cell = FULL.attack("ig+mask", defense)
+    store.write(store.path_of(tmp_path, "full", cell), fake(cell, 0.2, 0.4) | {"n": 20})
+    threats = own_cards.make(defense, tmp_path)["threats"]
+    assert [t["ssim"] for t in threats if t["threat"] == "later upload"] == later
+
+
 def test_the_cards_of_this_repository_follow_its_results() -> None:
     for path in (RESULTS / "cards").glob("*.json"):
         card = cards.load(path)

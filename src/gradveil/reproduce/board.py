@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ..errors import ConfigError
@@ -19,8 +20,8 @@ accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy,
 never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so, for whichever
 recorded attack does that best. Defenses that lose to fewer threats come first: to those that reach an SSIM {ssim} above
 blind or identify {identified:.0%} of the pictures, and to those that nobody measured, since an attack that was not run
-proves nothing. Among equals those whose worst score lies least above blind guessing. The text under a name is what was
-attacked: `hardened` by default mixes 32 examples before it sends, here it sends each by itself.
+proves nothing. Among equals those whose scores lie least above blind guessing, on average over the threats. The text
+under a name is what was attacked: `hardened` by default mixes 32 examples before it sends, here it sends each by itself.
 
 {threats}
 """
@@ -90,7 +91,7 @@ def render(folder: Path) -> str:
     return text + "\n" + table(rows) + submit
 
 
-def _rank(card: dict[str, Any]) -> tuple[int, list[float], str]:
+def _rank(card: dict[str, Any]) -> tuple[int, float, str]:
     """Return what cards are sorted by: leaving a threat out must not be a way up."""
     lost, above = 0, []
     for name in cards.THREATS:
@@ -98,7 +99,7 @@ def _rank(card: dict[str, Any]) -> tuple[int, list[float], str]:
         above.append(max((float(t["ssim"]) - float(t["blind_ssim"]) for t in found), default=1.0))
         picked = max((float(t.get("identified", 0.0)) for t in found), default=1.0)
         lost += above[-1] >= LOST_SSIM or picked >= LOST_IDENTIFIED
-    return lost, sorted(above, reverse=True), card["defense"]
+    return lost, fmean(above), card["defense"]
 
 
 def _row(card: dict[str, Any]) -> list[str]:

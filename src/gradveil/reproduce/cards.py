@@ -16,7 +16,8 @@ FEWEST = 20  # pictures of an attack on the first upload
 LONGEST = 300  # characters of a text
 THREATS = {
     "first upload": "an honest but curious server that sees one client's first upload and knows the defense",
-    "later upload": "the same server some rounds later, with all earlier uploads; the residual holds other pictures",
+    "later upload": "the same server some rounds later, with all earlier uploads, where the residual holds other "
+    "pictures; to a defense without memory every upload is like the first",
     "active": "a server that may also change the model it sends, to a client without a guard (the guard refuses these)",
 }
 Fields = dict[str, tuple[type | tuple[type, ...], bool]]  # name -> (type, whether it must be there)

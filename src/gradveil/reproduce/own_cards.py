@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..attacks import ATTACKS
 from ..defenses import DEFENSES
 from ..errors import ConfigError
@@ -39,10 +41,13 @@ def make(defense: str, folder: Path, scale: str = "full") -> dict[str, Any]:
             f"no adaptive attack on {defense} is recorded in {folder / scale}: run gradveil reproduce beyond"
         )
     cell = first["cell"]
+    attacked = build(DEFENSES, cell["defense_text"], "defense")
+    if not attacked.init({"any": torch.zeros(1)}):  # it remembers nothing: every later upload is like the first
+        found["later upload"] = [threat | {"threat": "later upload"} for threat in found["first upload"]]
     card = {
         "schema": cards.SCHEMA,
         "defense": defense,
-        "text": to_text(build(DEFENSES, cell["defense_text"], "defense")),
+        "text": to_text(attacked),
         "by": "gradveil",
         "date": first["date"],
         "source": "this repository",

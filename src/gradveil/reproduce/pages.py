@@ -35,8 +35,7 @@ spread, a sentence below the table says why: tested, or a guess. What was not ru
 - **±** is two standard errors over all pictures, or half the range of the seeds' means if that is wider. Without it
   there is one value only, and any difference from the paper counts as one.
 - **min, max**: of each seed's pictures, then the mean over the seeds. **n**: pictures of all seeds together.
-- **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed. Up to
-  commit `b440d07` clients on a GPU computed gradients with TF32, whose rounding makes attacks harder.
+- **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed.
 - Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
   the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
   values stand under [beyond](#beyond). Uploads without content are never scored.
