@@ -397,6 +397,17 @@ def test_recorded_results_are_small_and_say_what_they_are() -> None:
     assert all(p.stat().st_size < 100_000 for p in RESULTS.glob("**/*.webp"))
 
 
+def test_the_papers_tables_show_beside_each_line_what_knowing_the_defense_adds(tmp_path: Path) -> None:
+    for attack, ssim in (("ig", 0.2), ("ig+mask", 0.9)):
+        for defense in ("none", "dgp"):
+            cell = FULL.attack(attack, defense)
+            store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.5))
+    part = pages.render(tmp_path).partition("### IG on ResNet18")[2].partition("<details>")[0]
+    rows = {row.split("|")[1].strip(): row.split("|") for row in part.splitlines() if row.startswith("| ")}
+    told = rows[""].index(" told the defense: SSIM, identified ")
+    assert [rows[defense][told] for defense in ("none", "dgp")] == [" – ", " **0.900** "]
+
+
 def test_the_page_names_what_was_not_run_and_counts_what_was(tmp_path: Path) -> None:
     done = FULL.attack("ig", "topk", batch_size=2)
     store.write(store.path_of(tmp_path, "full", done), fake(done, 0.5, 0.5))

@@ -21,7 +21,7 @@ never looks at the gradient; "identified" is how often the private picture is th
 recorded attack does that best. Defenses that lose to fewer threats come first: to those that reach an SSIM {ssim} above
 blind or identify {identified:.0%} of the pictures, and to those that nobody measured, since an attack that was not run
 proves nothing. Among equals those whose scores lie least above blind guessing, on average over the threats. The text
-under a name is what was attacked: `hardened` by default mixes 32 examples before it sends, here it sends each by itself.
+under a name is what was attacked: `hardened` by default mixes 32 examples before it sends, here it sends each alone.
 
 {threats}
 """

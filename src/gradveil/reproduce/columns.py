@@ -20,8 +20,8 @@ PRINTED = {  # columns of what the paper prints -> its metric
 }
 
 
-def columns_for(lines: list[Entry]) -> list[Column]:
-    """Return the columns a part needs: ours, and the paper's where it prints any."""
+def columns_for(lines: list[Entry], figures: list[Found]) -> list[Column]:
+    """Return the columns a part needs: ours, the paper's where it prints any, and what it did not ask."""
     first = lines[0].cell
     if isinstance(first, TrainingCell):
         return _pair("accuracy, %", "accuracy", lines, 2)
@@ -34,6 +34,8 @@ def columns_for(lines: list[Entry]) -> list[Column]:
     found += [("identified, % (blind)", _identified)]
     if any("min_lpips" in entry.paper for entry in lines):
         found += [*_pair("min LPIPS", "min_lpips", lines), *_pair("max SSIM7", "max_ssim", lines)]
+    if any("told_plain_ssim" in figure for figure in figures):
+        found += [("told the defense: SSIM, identified", _told)]
     if lines[0].part.startswith("Relative"):
         found = [("distance", _ours("distance", 3)), ("PSNR", _ours("psnr", 1)), ("MSE", _ours("mse", 4)), *found]
     return found
@@ -63,6 +65,13 @@ def _identified(_: Entry, found: Found) -> str:
         return "–"
     floor = f" ({found['blind_identified'].mean:.0f})" if "blind_identified" in found else ""
     return f"{found['identified'].mean:.0f}{floor}"
+
+
+def _told(_: Entry, found: Found) -> str:
+    if "told_plain_ssim" not in found:
+        return "–"
+    picked = f", {found['told_identified'].mean:.0f} %" if "told_identified" in found else ""
+    return f"**{shown(found['told_plain_ssim'].mean)}**{picked}"
 
 
 def _printed(entry: Entry, metric: str) -> str:

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cache
 from importlib import resources
@@ -14,6 +14,7 @@ from typing import Any
 from . import store, trained
 from .cells import AttackCell, CostCell, TrainingCell, completed, definition
 from .entry import Entry
+from .scales import SCALES
 
 UNKNOWN = "no reason known yet."
 UNTESTED = "a guess, not tested:"
@@ -84,6 +85,16 @@ def figures_of(entry: Entry, results: list[dict[str, Any]]) -> dict[str, Figure]
     found["distance"] = summarise([r["distance"] for r in results])
     found["blind"] = summarise([[max(card["ssim"] for card in r["floor"].values())] for r in results])
     return found
+
+
+def told_figures(folder: Path, scale: str, entry: Entry) -> dict[str, Figure]:
+    """Return what the attacker of a line reaches once it knows the defense, as far as that is recorded."""
+    told = SCALES[scale].told(entry.cell) if isinstance(entry.cell, AttackCell) else None
+    if told is None:
+        return {}
+    line = replace(entry, cell=told)
+    found = figures_of(line, results_of(folder, scale, line))
+    return {f"told_{name}": found[name] for name in ("plain_ssim", "identified") if name in found}
 
 
 def summarise(per_seed: list[list[float]]) -> Figure:

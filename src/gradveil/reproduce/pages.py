@@ -11,7 +11,7 @@ from . import plots
 from .cells import AttackCell, key
 from .columns import Found, columns_for, paper_only
 from .entry import Entry
-from .figures import deviations, figures_of, results_of, shown, summarise
+from .figures import deviations, figures_of, results_of, shown, summarise, told_figures
 from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
 from .tables import DISTANCE, FEEDBACK, TABLES, entries
@@ -34,6 +34,8 @@ spread, a sentence below the table says why: tested, or a guess. What was not ru
   own upload, by MSE, SSIM or LPIPS, whichever ranks it best. In brackets: the best blind guess.
 - **±** is two standard errors over all pictures, or half the range of the seeds' means if that is wider. Without it
   there is one value only, and any difference from the paper counts as one.
+- **told the defense**: what the same attack reaches in the hands of somebody who knows the defense and allows for it,
+  which the paper does not ask; spreads, LPIPS and pictures stand under [beyond](#beyond).
 - **min, max**: of each seed's pictures, then the mean over the seeds. **n**: pictures of all seeds together.
 - **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed.
 - Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
@@ -143,12 +145,15 @@ def _parts(lines: list[Entry]) -> dict[str, list[Entry]]:
 def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     """Return one heading with its table."""
     results = [results_of(page.folder, page.scale, entry) for entry in lines]
-    figures = [figures_of(entry, found) for entry, found in zip(lines, results, strict=True)]
+    figures = [
+        figures_of(entry, found) | told_figures(page.folder, page.scale, entry) if found else {}
+        for entry, found in zip(lines, results, strict=True)
+    ]
     notes = NOTES | (RECORDED_NOTES if page.scale == "full" else {})
     text = "\n\n".join([f"### {title}", *([notes[title]] if title in notes else []), *_of_part(results)]) + "\n\n"
     if not any(results) and not any(entry.paper for entry in lines):
         return f"{text}Not run: {'; '.join(entry.label for entry in lines)}.\n"
-    columns = columns_for(lines)
+    columns = columns_for(lines, figures)
     attacked = isinstance(lines[0].cell, AttackCell)
     rows = [["", *(name for name, _ in columns), *(["n"] if attacked else []), "seeds", "run"]]
     run: list[tuple[Entry, Found]] = []

@@ -1,6 +1,6 @@
 """The two scales: the paper's settings, and small ones that show in minutes on a CPU that every table runs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..training import Settings
@@ -95,6 +95,14 @@ class Scale:
             batch_size=batch,
             **fields,
         )
+
+    def told(self, cell: AttackCell) -> AttackCell | None:
+        """Return the cell of the same attack by somebody who knows the defense; None if there is nothing to know."""
+        attack = ADAPTED.get(cell.attack)
+        if attack is None or cell.defense == "none":
+            return None
+        text, adaptive = ATTACKERS[attack]
+        return replace(cell, attack=attack, attack_text=text.format(**vars(self)), adaptive=adaptive)
 
     def train(self, defense: str, model: str = "resnet18", text: str | None = None, **fields: Any) -> TrainingCell:
         """Return the cell of a training run."""
