@@ -171,10 +171,11 @@ def test_leakage_is_counted_from_the_higher_floor(scripts: Callable[[str], Modul
 def test_the_tables_count_where_the_attacker_knows_the_release(scripts: Callable[[str], ModuleType]) -> None:
     view, tables = scripts("frontier_view"), ROOT / "results" / "full"
     found = list(view.Store(Path("nowhere"), tables).entries("attack", model="resnet18", batch=1))
-    assert {"none", "dgp", view.UNMIXED} <= {e["defense"] for e in found}
+    assert {"none", "dgp", *view.ATTACKED_AS.values()} <= {e["defense"] for e in found}
     assert all(e["defense"] == "none" or "masked='never'" not in e["attack"] for e in found)
     trained = view.accuracies(view.Store(Path("nowhere"), tables), "resnet18")
-    assert trained["hardened"] == {**trained[view.UNMIXED], "defense": "hardened"}
+    for text, attacked in view.ATTACKED_AS.items():
+        assert trained[text] == {**trained[attacked], "defense": text}
 
 
 def test_the_page_shows_what_the_files_hold(scripts: Callable[[str], ModuleType]) -> None:
