@@ -1,11 +1,14 @@
 """Clients that work at the same time send what they would have sent one after the other."""
 
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from gradveil.attacks import Chained
 from gradveil.audit import Plan, clients, subject
+from gradveil.core import Attack
 from gradveil.defenses import DEFENSES
 from gradveil.gradients import gradient
 from gradveil.spec import build
@@ -55,3 +58,15 @@ def test_the_generator_of_the_process_belongs_to_one_client_at_a_time(monkeypatc
     monkeypatch.setattr(clients, "gradient", slow)
     clients.uploads(plan, found, clients.column_info("diagnostic", plan, found), "adgp")
     assert len(busy) == 4 * 2 * 2
+
+
+@pytest.mark.parametrize(("attacks", "kept"), [({}, [1]), ({"chained": Chained()}, [0, 1])])
+def test_any_attacker_may_look_up_the_clients_last_upload(attacks: dict[str, Attack], kept: list[int]) -> None:
+    plan = Plan(model="lenet", data="digits", pictures=1, batch_size=1, round=2)
+    found = replace(subject(plan, defenses={"dgp": build(DEFENSES, "dgp", "defense")}), attacks=attacks)
+    (sent,) = clients.uploads(plan, found, clients.column_info("realistic", plan, found), "dgp")
+    assert [one.round for one in sent.seen.earlier] == kept
+    # What arrived then and now is this picture's gradient alone.
+    exact = {n: (g != 0) & (sent.seen.earlier[-1].grads[n] != 0) for n, g in sent.seen.grads.items()}
+    assert all(torch.allclose(sent.seen.grads[n][e], sent.grads[n][e], rtol=1e-4, atol=1e-6) for n, e in exact.items())
+    assert any(e.any() for e in exact.values())

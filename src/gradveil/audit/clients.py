@@ -143,6 +143,7 @@ class _Client:
         self.model, self.index = model, index
         self.defense = subject.defenses[name]
         self.earlier: list[Observation] = []
+        self.last: tuple[Payload, Batch, Masks | None] | None = None
         # Planted models are refused above, if at all: here the attack itself is studied.
         self.veil = Veil(
             self.defense, parameters(model), seed=plan.seed, client=name_of(column.name, index), guard=None
@@ -168,6 +169,8 @@ class _Client:
             work = self._compute(probe, batch)
             payload, mask = self._seal(probe, work)
             if any(entry.sent for entry in read_frame(payload.body).entries):
+                if self.last is not None and not self.earlier:  # which entries begin afresh, any attacker may look up
+                    self.earlier.append(self._observe(*self.last))
                 seen = self._observe(payload, batch, mask)
                 return Sent(
                     seen=seen,
@@ -187,9 +190,10 @@ class _Client:
         """Send another private batch."""
         batch = self._private_batch(who)
         payload, mask = self._seal(self.veil, self._compute(self.veil, batch))
-        # Every observation holds a model: keep them only for an attacker who asks for them.
+        # Every observation holds a model: all are kept only for an attacker who follows the client from round to round.
         if any("rounds" in attack.needs for attack in self.subject.attacks.values()):
             self.earlier.append(self._observe(payload, batch, mask))
+        self.last = payload, batch, mask
 
     def _compute(self, veil: Veil, batch: Batch) -> _Work:
         model = copy.deepcopy(self.model)
