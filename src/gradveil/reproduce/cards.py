@@ -16,7 +16,7 @@ FEWEST = 20  # pictures of an attack on the first upload
 LONGEST = 300  # characters of a text
 THREATS = {
     "first upload": "an honest but curious server that sees one client's first upload and knows the defense",
-    "later upload": "the same server some rounds later, with all earlier uploads, where the residual holds other "
+    "later upload": "the same server a round or more later, with all earlier uploads, where the residual holds other "
     "pictures; to a defense without memory every upload is like the first",
     "active": "a server that may also change the model it sends, to a client without a guard (the guard refuses these)",
 }

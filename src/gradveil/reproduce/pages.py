@@ -35,7 +35,8 @@ spread, a sentence below the table says why: tested, or a guess. What was not ru
 - **±** is two standard errors over all pictures, or half the range of the seeds' means if that is wider. Without it
   there is one value only, and any difference from the paper counts as one.
 - **told the defense**: what the same attack reaches in the hands of somebody who knows the defense and allows for it,
-  which the paper does not ask; spreads, LPIPS and pictures stand under [beyond](#beyond).
+  which the paper does not ask (IG and GI in 1,000 steps instead of 2,500); spreads, LPIPS and pictures stand under
+  [beyond](#beyond).
 - **min, max**: of each seed's pictures, then the mean over the seeds. **n**: pictures of all seeds together.
 - **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed.
 - Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
