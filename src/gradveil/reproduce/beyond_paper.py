@@ -43,6 +43,7 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
         for defense in ("none", "topk", "dgp", "adgp", "hardened1"):
             cell = scale.attack("ig+eased", defense, model, seed=seed)
             yield Entry("IG by a schedule of our own, told the defense", f"{model}, {defense}", cell)
+    yield Entry("GGL behind ADGP", "adgp", scale.attack("ggl", "adgp", seed=seed))
     for defense in ("topk", "dgp", "adgp"):
         yield Entry("Band-aware IG", defense, scale.attack("ig+band", defense, seed=seed))
     # Made for noise; what only prunes is met by `rob+fit`, whose decoys this one lacks.
@@ -50,7 +51,7 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
     for defense in ("outpost", "hardened1"):
         yield Entry(part, defense, scale.attack("spotlight", defense, seed=seed))
     for model in ("resnet18", "lenet", "cnn6"):
-        for defense in ("none", "dp", "topk", "dgp", "hardened1"):
+        for defense in ("none", "dp", "topk", "dgp", "adgp", "hardened1"):
             cell = scale.attack("ig+coarse", defense, model, seed=seed)
             yield Entry("IG for a coarse picture, 8 by 8", f"{model}, {defense}", cell)
 
@@ -67,7 +68,9 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
     """Yield heading, label, attack, defense and what is not as usual."""
     part = "After some rounds: the residual holds other pictures"
     for rounds in ROUNDS:
-        for attack, defense in (("ig", "dgp"), ("ig+mask", "topk"), ("ig+mask", "dgp"), ("ig+mask", "hardened1")):
+        yield part, f"dgp, {rounds} earlier, ig", "ig", "dgp", {"rounds": rounds}
+        for defense in ("topk", "dgp", "adgp", "hardened1"):
+            attack = "ig+mask"
             yield part, f"{defense}, {rounds} earlier, {attack}", attack, defense, {"rounds": rounds}
     part = "Chained: the attacker follows the client from its first round"
     for defense in ("topk", "dgp", "adgp", "hardened1"):
@@ -76,7 +79,7 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
         for attack in ("ig", "ig+mask"):
             part = "Labels inferred instead of given"
             yield part, f"{defense}, {attack}", attack, defense, {"labels": "inferred"}
-    for defense in ("none", "dgp", "hardened1"):
+    for defense in ("none", "dgp", "adgp", "hardened1"):
         for epochs in (0, *scale.epochs):
             label = f"{defense}, after {epochs} epoch{'' if epochs == 1 else 's'}"
             yield "Trained models", label, "ig+mask", defense, {"epochs": epochs}
