@@ -44,6 +44,7 @@ from gradveil.reproduce import (
     tables,
     trained,
     view,
+    weights,
 )
 from gradveil.reproduce.cells import AttackCell, TrainingCell, definition, key
 from gradveil.reproduce.entry import Entry
@@ -204,6 +205,30 @@ def test_time_that_runs_out_leaves_no_file_and_a_broken_cell_stops_nothing(in_sc
     assert (first.status, second.status) == ("failed", "done")
     assert "steps" in first.note
     assert [p.name for p in (in_scratch / "quick").glob("*.json")] == [f"{key(second.cell)}.json"]
+
+
+def test_an_attack_that_ran_out_of_time_goes_on_where_it_stopped(
+    in_scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, scale = "ig_dgp_cnn6_photos_seed0", replace(TINY, match="steps=12, tv=0.05")
+    monkeypatch.setattr(runner, "WATCH_EVERY", 3)
+    do(scale, in_scratch / "straight", name, "main")
+    steps: list[int] = []
+    check = runner._check
+
+    def impatient(session: Session, progress: Any = None) -> None:
+        steps.append(progress.step)
+        if len(steps) in (2, 4):
+            raise runner.OutOfTimeError("for now")
+        check(session, progress)
+
+    monkeypatch.setattr(runner, "_check", impatient)
+    statuses = [do(scale, in_scratch / "halting", name, "main")[0].status for _ in range(3)]
+    assert (statuses, steps) == (["no time", "no time", "done"], [3, 6, 9, 12])
+    one, other = (store.load(next((in_scratch / place / "quick").glob("*.json"))) for place in ("straight", "halting"))
+    assert (one["scores"], one["loss"]) == (other["scores"], other["loss"])
+    assert (one.get("resumed"), other.get("resumed")) == (None, True)
+    assert not list((weights.RUNS / "searches").iterdir()), "nothing is left behind"
 
 
 def test_cells_attacked_together_find_what_they_find_alone(in_scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..capture import captured, full_precision
-from . import progress
+from . import keep, progress
 from .lbfgs import RowLbfgs
 
 # variables, share of the steps done (0-d) -> what is minimised [N], the matching loss inside it [N]
@@ -118,27 +118,51 @@ def minimise(
         else:
             rows = Adam(cost, start, box, how)
             record = how.record and start[0].is_cuda
-            done = _descend(rows, captured(rows, rows.buffers) if record else rows, how, rngs)
+            # Noise that was drawn would not be drawn again.
+            kept = None if how.langevin else keep.begin(how, start, rows.buffers)
+            done = _descend(rows, captured(rows, rows.buffers) if record else rows, how, rngs, kept)
         with torch.no_grad():
             _, losses = cost(rows.variables, torch.ones((), device=start[0].device))
     return rows.variables, torch.where(losses.isfinite(), losses, torch.inf), done
 
 
-def _descend(rows: Adam | RowLbfgs, advance: Callable[[], None], how: Descent, rngs: Sequence[torch.Generator]) -> int:
-    """Take all steps, or stop where nothing is left to do; return how many were taken."""
+def _descend(
+    rows: Adam | RowLbfgs,
+    advance: Callable[[], None],
+    how: Descent,
+    rngs: Sequence[torch.Generator],
+    kept: keep.Search | None = None,
+) -> int:
+    """Take all steps that are left, or stop where nothing is left to do; return how many were taken in all."""
     first = None
-    for done in range(1, how.steps + 1):
+    before, ended = kept.load() if kept else (0, False)
+    if ended:
+        return before
+    for done in range(before + 1, how.steps + 1):
         if isinstance(rows, Adam):
             rows.prepare(done - 1, rngs)
         advance()
         if progress.due(done, how.steps):
-            progress.tell(done, how.steps, rows.losses, rows.variables[0])
+            _tell(rows, done, how, kept)
         if isinstance(rows, RowLbfgs):
             first = rows.losses.clone() if first is None else first
             rows.give_up((rows.losses > DIVERGED * first) | ~rows.losses.isfinite())
-        if done % LOOK_EVERY == 0 and _finished(rows, how):
+        look = done % LOOK_EVERY == 0
+        ended = done == how.steps or (look and _finished(rows, how))
+        if kept and (look or ended):
+            kept.save_if_due(done, ended=ended)
+        if ended:
             return done
     return how.steps
+
+
+def _tell(rows: Adam | RowLbfgs, done: int, how: Descent, kept: keep.Search | None) -> None:
+    try:
+        progress.tell(done, how.steps, rows.losses, rows.variables[0])
+    except BaseException:  # the watcher stops the attack
+        if kept:
+            kept.save(done)
+        raise
 
 
 def _finished(rows: Adam | RowLbfgs, how: Descent) -> bool:

@@ -1,6 +1,8 @@
 """Doing a table cell by cell: what is recorded is skipped, what does not fit the time is left for the next command."""
 
+import hashlib
 import logging
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,16 +15,19 @@ from typing import Any, Literal, NamedTuple
 
 from .. import cost as costs
 from .. import paper, record
+from ..attacks.keep import keep
 from ..attacks.progress import Progress, watch
+from ..core import Reconstruction
 from ..data import is_original
 from ..data.cifar import LAYOUTS, find_folder
 from ..errors import ConfigError, NeedError
 from ..training.job import pick_device
 from . import attacked, pictures, scored, store, trained
-from .cells import AttackCell, Cell, CostCell, TrainingCell, key
+from .cells import AttackCell, Cell, CostCell, TrainingCell, definition, key
 from .figures import is_of
 from .scales import Scale
 from .tables import TABLES, entries, worklist
+from .weights import RUNS
 
 WATCH_EVERY = 50  # attack steps between two looks at the clock
 # Pictures of several cells attacked at once. On an H200 four cells of ResNet18 together take nine tenths of the time of
@@ -129,7 +134,7 @@ def _along_with(
                     cases.append(attacked.prepare(one, session.place))
                 _check(session)
             started = time.monotonic()
-            found = attacked.guess(cases, place) if cases else []
+            found = _guess(cases, session) if cases else []
             each = (time.monotonic() - started) / max(len(cases), 1)
         for case, guesses in zip(cases, found, strict=True):
             path, started = _settled(case.cell, session)[0], time.monotonic()
@@ -137,6 +142,7 @@ def _along_with(
             seconds = case.seconds + each + time.monotonic() - started
             store.write(path, {**_head(case.cell, session, seconds), "cells_together": len(cases), **result})
             outcomes[key(case.cell)] = Outcome(case.cell, "done", seconds)
+        shutil.rmtree(_searches(cases, session), ignore_errors=True)
     except OutOfTimeError as reason:
         spent = (time.monotonic() - started) / len(wanted)
         return outcomes | {key(c): Outcome(c, "no time", spent, str(reason)) for c in wanted if key(c) not in outcomes}
@@ -217,7 +223,11 @@ def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
         case AttackCell():
             with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
                 case = attacked.prepare(cell, place)
-                return scored.report(case, attacked.guess([case], place)[0], place, path.with_suffix(".webp"))
+                kept = _searches([case], session)
+                resumed = {"resumed": True} if kept.exists() else {}  # `seconds` are of the last sitting then
+                result = scored.report(case, _guess([case], session)[0], place, path.with_suffix(".webp"))
+            shutil.rmtree(kept, ignore_errors=True)
+            return result | resumed
         case TrainingCell():
             return trained.perform(cell, root=session.root, device=session.device, minutes=place.minutes)
         case CostCell():
@@ -233,6 +243,19 @@ def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
             )
             sizes = {"mib": found.mib, "paper_mib": found.paper_mib}
             return {**asdict(found), **sizes, "rounds_per_epoch": paper.ROUNDS_PER_EPOCH}
+
+
+def _guess(cases: Sequence[attacked.Case], session: Session) -> list[list[Reconstruction]]:
+    """Attack what was sent in cells that join, from where an earlier sitting was stopped."""
+    with keep(_searches(cases, session)):
+        return attacked.guess(cases, session.place)
+
+
+def _searches(cases: Sequence[attacked.Case], session: Session) -> Path:
+    """Return where the searches of cells are kept: by all that they depend on, the code included."""
+    about = [(vars(case.cell), definition(case.cell), case.data.digest) for case in cases]
+    digest = hashlib.sha256(repr((about, session.scale.name, record.commit())).encode()).hexdigest()
+    return RUNS / "searches" / f"{key(cases[0].cell)}_{digest[:12]}"
 
 
 def _check(session: Session, progress: Progress | None = None) -> None:
