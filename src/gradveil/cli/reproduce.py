@@ -72,14 +72,21 @@ def _command(name: str) -> None:
             command=record.command(),
         )
         out.print(f"{name}, {session.scale.explained}", markup=False, highlight=False)
-        outcomes = run(name, session, seeds=numbers, pattern=cells, tell=_list if dry else _tell)
-        count = {status: sum(o.status == status for o in outcomes) for status in STYLES}
-        summary = ", ".join(f"{number} {status}" for status, number in count.items() if number)
-        out.print(f"{summary or 'nothing to do'}; {session.scale.name} scale, in {folder / session.scale.name}")
+        try:
+            outcomes = run(name, session, seeds=numbers, pattern=cells, tell=_list if dry else _tell)
+        except KeyboardInterrupt:
+            err.print("stopped: the same command goes on, from the last half minute of an attack", highlight=False)
+            raise
         if not outcomes:
             raise ValueError(f"no cell of {name} matches {cells!r}: --dry lists them")
+        count = {status: sum(o.status == status for o in outcomes) for status in STYLES}
+        words = {"no time": "to do"} if dry else {}
+        summary = ", ".join(f"{number} {words.get(status, status)}" for status, number in count.items() if number)
+        out.print(f"{summary}; {session.scale.name} scale, in {folder / session.scale.name}")
         if count["no time"] and not dry:
             out.print("the same command goes on where this one stopped")
+        if count["untrained"]:
+            out.print("missing trainings are run here with --train, or alone by the commands above")
         if not dry:
             page = RUNS / f"{name}-{scale}.md"
             page.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +126,9 @@ def render(
     page: Annotated[Path, typer.Option(help="The page to write.")] = Path("docs/results.md"),
 ) -> None:
     """Write docs/results.md, and the plots beside it, from the recorded results."""
-    page.write_text(make_page(folder), encoding="utf-8")
+    text = make_page(folder)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(text, encoding="utf-8")
     _write_plots(folder, "full", page.parent)
     out.print(f"wrote {page}", markup=False, highlight=False)
 

@@ -16,7 +16,7 @@ from ..audit.clients import Sent
 from ..audit.plan import Plan, Subject
 from ..audit.report import Column, ColumnInfo
 from ..capture import full_precision
-from ..core import Attack, Observation, Reconstruction
+from ..core import Attack, Masks, Observation, Reconstruction
 from ..data import Dataset
 from ..defenses import DEFENSES
 from ..errors import NeedError
@@ -148,7 +148,8 @@ def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
         own = copy.deepcopy(model)
         used = veil.prepare(own, batch)
         update = local_update(own, subject.loss_fn, [used] * cell.local_steps, LOCAL_RATE)
-        payload = veil.seal(update, len(group), model=own, batch=used)
+        mask = _proposed(cell, subject, model, i) if "mask" in defense.needs else None
+        payload = veil.seal(update, len(group), model=own, batch=used, mask=mask)
         seen = observe(
             payload,
             model,
@@ -159,11 +160,21 @@ def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
             mean=data.mean,
             std=data.std,
             defense=defense,
+            mask=mask,
             local_steps=cell.local_steps,
             local_lr=LOCAL_RATE,
         )
         sent.append(Sent(seen, batch, used, update, payload.nbytes, sum(veil.seconds), None, 0))
     return sent
+
+
+def _proposed(cell: AttackCell, subject: Subject, model: nn.Module, index: int) -> Masks:
+    """Return the mask of an aligned round, proposed by another client from as many steps on a batch of its own."""
+    rng = derive_rng(cell.seed, f"proposer {index}", 0, "private")
+    chosen = torch.randint(len(subject.private), (cell.batch_size,), generator=rng)
+    batch = subject.private.batch(chosen, subject.device)
+    update = local_update(copy.deepcopy(model), subject.loss_fn, [batch] * cell.local_steps, LOCAL_RATE)
+    return Veil(subject.defenses[cell.defense], parameters(model), seed=cell.seed, client="proposer").propose(update)
 
 
 def _generator(scale: Scale, public: Dataset, seed: int) -> nn.Module:

@@ -20,11 +20,26 @@ HEAD = """# Results
 
 <!-- Rendered from results/ by `gradveil reproduce render`: change the results or the renderer, not this page. -->
 
-Every line comes from result files under `results/` that hold the command, commit, hardware, seconds, seed and the score
-of every single picture. "Paper" is what the DGP paper (AAAI 2024) prints. Where ours differs from it by more than the
-spread, a sentence below the table says why: tested, or a guess. What was not run is named as such.
+Every line comes from result files under `results/` that hold the command (two early trainings of LeNet lack it),
+commit, hardware, seconds, seed and the score of every single picture. "Paper" is what the DGP paper (AAAI 2024) prints.
+Where ours differs from it by more than the spread, and by more than its last digit can say (0.0005, or 0.05 % of larger
+values), a sentence below the table says why: tested, or a guess. What was not run is named as such.
 
 {contents}
+## How to run it
+
+```
+gradveil reproduce all                                     # quick scale: minutes on a CPU, to see that every table runs
+gradveil reproduce main --scale full --root DATA --train   # the paper's settings, for a GPU; also --seeds 0,1,2
+gradveil reproduce view main --scale full --root DATA      # reconstructions beside the originals, as a page
+gradveil reproduce render                                  # this page, from results/
+```
+
+`DATA` holds `cifar-10-batches-bin`, the published binary version. LPIPS needs its published weights
+([where](dependencies.md)). `--dry` lists the cells, `--cells` picks some, `--minutes` stops in time: what is recorded
+is not run again, and an attack or a training that was stopped goes on where it stopped. On an H200 IG takes 40 s for 20
+pictures on ResNet18, and 100 epochs of training 150 s. Quick results go to `results/quick`, which is not kept here.
+
 ## How to read this page
 
 - **LPIPS**: low means recovered. **SSIM**: high means recovered; "blind" is what the best guess reaches that never
@@ -40,15 +55,16 @@ spread, a sentence below the table says why: tested, or a guess. What was not ru
 - **min, max**: of each seed's pictures, then the mean over the seeds. **n**: pictures of all seeds together.
 - **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed.
 - Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
-  the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
-  values stand under [beyond](#beyond). Uploads without content are never scored.
+  the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with trained
+  models, inferred labels and later uploads stand under [beyond](#beyond). A client in training mode is what `gradveil
+  audit` attacks in its realistic column. Uploads without content are never scored.
 - A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
   dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
 - CIFAR-10 is the original, known by its digest. Results on other copies stand apart, at the end.
 
 | attacker | who that is |
 |---|---|
-| `ig`, `gi`, `rob`, `rgap` | the paper's four, who do not allow for the defense; `rob` plants a layer |
+| `ig`, `gi`, `rob`, `rgap` | the paper's four, who do not allow for the defense; `rob` plants a layer, uploads of 9 |
 | `ig+mask`, `gi+mask`, `rgap+mask` | the same, told the defense: behind pruning they compare only what arrived |
 | `rob+fit` | Rob with its planted layer fitted to the defense |
 | `ig+band` | also uses that what did not arrive lies above or below the sent band |
@@ -71,6 +87,14 @@ NOTES = {
     "to solve.",
 }
 RECORDED_NOTES = {  # of the recorded runs at full scale, not of the tables
+    "Rob on ResNet18": "Behind Outpost Rob finds little whether it is told or not; a layer planted against noise finds "
+    "the pictures: [spotlight](#a-planted-layer-of-which-a-quarter-fires-all-for-one-picture-the-client-has-no-guard).",
+    "Communication and computation": "The seconds of Soteria on CNN6, ResNet18 and VGG11 are of an H200, all others of "
+    "two CPU cores, where single rows vary by a factor of two: they compare within LeNet.",
+    "GGL with a generator of our own": "Behind DGP the search finds more than behind the raw gradient. That this is "
+    "because DGP takes away the largest entries, which say more about the label than about the picture, is a guess.",
+    "Accuracy under Dirichlet partitions": "Why DGP and ADGP diverge: "
+    "[users whose data differ](training.md#users-whose-data-differ).",
     "Accuracy, CIFAR-100": "Training takes all of CIFAR-100, of which only a part was at hand; the same runs on "
     "CIFAR-10 follow.",
     DISTANCE: "Between the top 5 and 10 % of DGP the distance jumps. The "
@@ -84,11 +108,7 @@ OTHER_HEAD = """## Another copy of CIFAR-10
 These ran on a copy whose pictures went through JPEG (310 bytes each) and came in another order. That costs accuracy and
 makes pictures smoother, so they compare with each other only.
 """
-QUICK_HEAD = """## Quick scale
-
-{note}. One line for each recorded cell.
-"""
-NO_QUICK = "\nNone is kept here: `gradveil reproduce all` makes them, in minutes on a CPU.\n"
+MANY = 8  # headings from which a table gets a list of them
 
 
 @dataclass(frozen=True)
@@ -123,8 +143,11 @@ def render(folder: Path) -> str:
         recorded = sum(bool(results_of(folder, "full", entry)) for entry in lines)
         contents.append([f"[{name}](#{name})", what, f"{recorded} of {len(lines)}"])
         parts.append(f"## {name}\n\n{what} `gradveil reproduce {name} --scale full`\n")
-        parts += [_part(page, title, part) for title, part in _parts(lines).items()]
-    parts += [_other_copies(folder), _quick(folder)]
+        found = _parts(lines)
+        if len(found) > MANY:
+            parts.append("".join(f"- [{title}](#{_anchor(title)})\n" for title in found))
+        parts += [_part(page, title, part) for title, part in found.items()]
+    parts.append(_other_copies(folder))
     return "\n".join([HEAD.format(contents=table(contents)), *parts])
 
 
@@ -251,19 +274,3 @@ def _other_copies(folder: Path) -> str:
             figures = ["", ssim, blind, lpips, str(result["n"])]
         rows.append([f"`{path.stem}`", *figures, _run([result])])
     return f"{OTHER_HEAD}\n{table(rows)}" if len(rows) > 1 else ""
-
-
-def _quick(folder: Path) -> str:
-    scale = SCALES["quick"]
-    text = QUICK_HEAD.format(note=scale.note)
-    rows = [["cell", "SSIM", "LPIPS", "accuracy, %", "MiB", "n", "seconds", "run"]]
-    done = set()
-    for entry in entries("all", scale):
-        results = results_of(folder, "quick", entry)
-        if not results or key(entry.cell) in done:
-            continue
-        done.add(key(entry.cell))
-        found, last = figures_of(entry, results), results[-1]
-        means = [shown(found[m].mean) if m in found else "" for m in ("plain_ssim", "lpips", "accuracy", "mib")]
-        rows.append([f"`{entry.cell.stem}`", *means, str(last.get("n", 1)), f"{last['seconds']:.1f}", _run(results)])
-    return text + ("\n" + table(rows) if len(rows) > 1 else NO_QUICK)
