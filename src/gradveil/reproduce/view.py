@@ -24,7 +24,7 @@ from .entry import Entry
 from .figures import figures_of, results_of, shown
 from .scales import Scale
 from .store import STRIP, strip_bytes
-from .tables import entries
+from .tables import FEEDBACK, entries
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
 body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;
@@ -128,7 +128,7 @@ def trained_on(result: dict[str, Any], data: Dataset) -> Tensor | None:
 def _plots(lines: list[Entry], folder: Path, scale: str) -> str:
     points, curves = plots.distances(lines, folder, scale), plots.accuracies(lines, folder, scale)
     body = f"<h2>Distance against scores</h2>{_image(plots.draw_distances(points))}" if points else ""
-    return body + (f"<h2>Accuracy</h2>{_image(plots.draw_accuracies(curves))}" if curves else "")
+    return body + (f"<h2>{FEEDBACK}</h2>{_image(plots.draw_accuracies(curves))}" if curves else "")
 
 
 def _image(png: bytes) -> str:

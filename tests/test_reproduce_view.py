@@ -1,0 +1,55 @@
+"""The page that shows reconstructions beside the originals, and the plots beside the tables."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradveil import data
+from gradveil.errors import ConfigError
+from gradveil.reproduce import NAMES, SCALES, entries, plots, view
+from gradveil.reproduce.tables import FEEDBACK
+
+FULL = SCALES["full"]
+RESULTS = Path(__file__).parents[1] / "results"
+PANEL = "cnn6, cifar10"
+
+
+@pytest.fixture
+def other_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader's pictures are not those that were attacked, so that no test needs CIFAR."""
+    photos = data.load("photos", split="test")
+    monkeypatch.setattr(view.datasets, "load", lambda *_, **__: photos)
+
+
+def trained(defense: str, curve: list[tuple[int, float]]) -> dict[str, Any]:
+    return {"defense": defense, "curve": [{"epoch": epoch, "accuracy": accuracy} for epoch, accuracy in curve]}
+
+
+@pytest.mark.usefixtures("other_copy")
+@pytest.mark.parametrize("name", NAMES)
+def test_every_recorded_table_can_be_viewed(name: str) -> None:
+    if name == "cost":
+        with pytest.raises(ConfigError, match="no picture or curve of cost"):
+            view.page(name, FULL, RESULTS, None)
+        return
+    page = view.page(name, FULL, RESULTS, None)
+    assert "data:image/webp" in page
+    assert page.count('class="plot"') == (2 if name in ("figures", "all") else 0)
+
+
+@pytest.mark.parametrize("name", ["beyond", "all"])
+def test_the_accuracy_plot_holds_the_runs_of_its_own_part_only(name: str) -> None:
+    of_figures = plots.accuracies(entries("figures", FULL), RESULTS, "full")
+    assert plots.accuracies(entries(name, FULL), RESULTS, "full") == ({} if name == "beyond" else of_figures)
+
+
+def test_a_run_that_diverged_before_its_first_evaluation_has_an_empty_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [e for e in entries("figures", FULL) if e.part == FEEDBACK and e.label in ("cnn6, none", "cnn6, dgp")]
+    recorded = {"cnn6, none": [(4, 0.5), (8, 0.6)], "cnn6, dgp": []}
+    monkeypatch.setattr(plots, "results_of", lambda _, __, e: [trained(e.cell.defense, recorded[e.label])])
+    curves = plots.accuracies(lines, tmp_path, "full")
+    assert curves == {PANEL: {"none": [(4, 50.0), (8, 60.0)], "dgp": []}}
+    assert plots.draw_accuracies(curves).startswith(b"\x89PNG")
