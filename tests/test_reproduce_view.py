@@ -1,11 +1,14 @@
 """The page that shows reconstructions beside the originals, and the plots beside the tables."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from gradveil import data
+from gradveil.cli import app, commands  # noqa: F401
 from gradveil.errors import ConfigError
 from gradveil.reproduce import NAMES, SCALES, entries, plots, view
 from gradveil.reproduce.tables import FEEDBACK
@@ -53,3 +56,19 @@ def test_a_run_that_diverged_before_its_first_evaluation_has_an_empty_curve(
     curves = plots.accuracies(lines, tmp_path, "full")
     assert curves == {PANEL: {"none": [(4, 50.0), (8, 60.0)], "dgp": []}}
     assert plots.draw_accuracies(curves).startswith(b"\x89PNG")
+
+
+def test_plots_of_both_scales_stand_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    linked: dict[str, set[str]] = {}
+    for scale, folder, minutes in (("quick", "results", "1"), ("full", str(RESULTS), "0")):  # what is recorded, only
+        words = ["--scale", scale, "--cells", "train_none_lenet_*", "--out", folder, "--minutes", minutes]
+        done = CliRunner().invoke(app, ["reproduce", "figures", "--device", "cpu", *words])
+        assert done.exit_code == 0, done.output
+        page = (tmp_path / "runs" / "reproduce" / f"figures-{scale}.md").read_text(encoding="utf-8")
+        linked[scale] = set(re.findall(r"\]\(([^)]+\.png)\)", page))
+    assert linked["quick"]
+    assert len(linked["full"]) == 2
+    assert not linked["quick"] & linked["full"]
+    written = {path.name for path in (tmp_path / "runs" / "reproduce").glob("*.png")}
+    assert written == linked["quick"] | linked["full"]
