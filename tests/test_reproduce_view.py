@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 from gradveil import data
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.errors import ConfigError
-from gradveil.reproduce import NAMES, SCALES, entries, plots, view
+from gradveil.reproduce import NAMES, SCALES, entries, plots, store, view
+from gradveil.reproduce.cells import key
 from gradveil.reproduce.tables import FEEDBACK
 
 FULL = SCALES["full"]
@@ -72,3 +73,20 @@ def test_plots_of_both_scales_stand_beside_each_other(tmp_path: Path, monkeypatc
     assert not linked["quick"] & linked["full"]
     written = {path.name for path in (tmp_path / "runs" / "reproduce").glob("*.png")}
     assert written == linked["quick"] | linked["full"]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("defense", ["none", "ats"])
+def test_strips_are_named_where_the_defense_changes_pictures(
+    defense: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(view, "_is_copy", lambda *_: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    entry = next(e for e in entries("main", FULL) if key(e.cell) == f"ig_{defense}_resnet18_cifar10_seed0")
+    path = store.path_of(RESULTS, "full", entry.cell)
+    result = {**store.load(path), "victims": list(range(20)), "device": device}
+    loaded = {"cifar10": data.load("photos", split="test")}
+    row = view._row(entry, [result], path.with_suffix(".webp"), loaded, None)
+    read = re.sub("<img[^>]*>", "", row)  # what stands in the page without the alt texts
+    assert ("originals</small>" in read) == (defense == "ats")
+    assert ("cannot be shown" in read) == (defense == "ats" and device == "cuda")

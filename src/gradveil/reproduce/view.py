@@ -33,7 +33,8 @@ p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:aut
 @media(max-width:45em){{td{{display:block}}img.plot{{min-width:50em}}}}</style></head><body>
 <h1>{title}</h1><p class="note">{note}</p>
 <p>Above the originals, below what the attacker recovered; a green tile stands for a copy. Where a defense changes the
-pictures (ATS) the changed ones stand between, and it is these that a gradient gives away.</p>{body}
+pictures (ATS) the changed ones stand between, as far as they can be drawn again, and it is these that a gradient gives
+away.</p>{body}
 </body></html>"""
 
 
@@ -67,11 +68,13 @@ def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[s
         for name, title in (("plain_ssim", "SSIM"), ("lpips", "LPIPS"))
         if name in found
     )
-    if results[0].get("transformed_scores"):
+    transformed = bool(results[0].get("transformed_scores"))
+    if transformed:
         scores += " against the changed pictures" if entry.transformed else " against the originals"
     strips = _strips(results[0], path, loaded[data] if same else None)
+    named = transformed or len(strips) != 2  # not plainly originals above their reconstructions
     pictures = "".join(
-        (f"<small>{escape(name)}</small>" if len(strips) != 2 else "")
+        (f"<small>{escape(name)}</small>" if named else "")
         + f'<img alt="{escape(name)}" src="data:image/webp;base64,{base64.b64encode(raw).decode()}">'
         for name, raw in strips.items()
     )
