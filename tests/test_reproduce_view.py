@@ -90,3 +90,16 @@ def test_strips_are_named_where_the_defense_changes_pictures(
     read = re.sub("<img[^>]*>", "", row)  # what stands in the page without the alt texts
     assert ("originals</small>" in read) == (defense == "ats")
     assert ("cannot be shown" in read) == (defense == "ats" and device == "cuda")
+
+
+@pytest.mark.usefixtures("other_copy")
+def test_strips_scroll_in_a_box_of_their_own_and_are_not_shrunk() -> None:
+    page = view.page("models", FULL, RESULTS, None)
+    style = re.sub(r"\s", "", page.partition("<style>")[2].partition("</style>")[0])
+    assert ".wide{overflow-x:auto}" in style
+    assert "table-layout:fixed" in style, "without it a cell grows with its strip, and the page scrolls"
+    of_strips = re.findall(r"(?<![\w.])img\{([^}]*)\}", style)
+    assert of_strips == ["display:block;height:48px;image-rendering:pixelated"], "nothing that depends on the width"
+    cells = re.findall("<td>(<div.*?)</td>", page)
+    assert len(cells) == page.count("data:image/webp")
+    assert all(cell.startswith('<div class="wide">') and cell.endswith("</div>") for cell in cells)

@@ -26,11 +26,15 @@ from .scales import Scale
 from .store import STRIP, strip_bytes
 from .tables import FEEDBACK, entries
 
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;
-height:48px;display:block;max-width:100%}}img.plot{{height:auto}}td{{padding:.2em .8em .2em 0;vertical-align:middle}}
-p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:auto}}}}.wide{{overflow-x:auto}}
-@media(max-width:45em){{td{{display:block}}img.plot{{min-width:50em}}}}</style></head><body>
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width,initial-scale=1"><style>
+body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1em;overflow-wrap:anywhere}}
+p.note{{background:#fff3cd;padding:.5em}}table{{width:100%;table-layout:fixed;border-spacing:0}}
+td{{padding:.2em 0;vertical-align:middle}}td:first-child{{width:11em;padding-right:.8em}}
+.wide{{overflow-x:auto}}img{{display:block;height:48px;image-rendering:pixelated}}
+img.plot{{height:auto;max-width:100%;image-rendering:auto}}
+@media(max-width:45em){{table,tbody,tr,td{{display:block}}td:first-child{{width:auto}}img.plot{{min-width:50em}}}}
+</style></head><body>
 <h1>{title}</h1><p class="note">{note}</p>
 <p>Above the originals, below what the attacker recovered; a green tile stands for a copy. Where a defense changes the
 pictures (ATS) the changed ones stand between, as far as they can be drawn again, and it is these that a gradient gives
@@ -80,6 +84,7 @@ def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[s
     )
     if not same:
         pictures = f"<small>Attacked on another copy of {escape(data)}: no originals.</small> {pictures}"
+    pictures = f'<div class="wide">{pictures}</div>'  # one for all strips of a line: they scroll together
     label = escape(entry.label).replace(" %", "&nbsp;%")  # a line of "%" alone reads badly
     return f"<tr><td>{label}<br><small>{escape(scores)}</small></td><td>{pictures}</td></tr>"
 
