@@ -11,7 +11,7 @@ from rich.markup import escape
 from .. import record
 from ..reproduce import NAMES, SCALES, Outcome, Session, run
 from ..reproduce.cells import key
-from ..reproduce.pages import plots_of, render_table
+from ..reproduce.pages import PLOTS, plot_names, plots_of, render_table
 from ..reproduce.pages import render as make_page
 from ..reproduce.tables import TABLES
 from ..reproduce.view import page as make_view
@@ -93,7 +93,7 @@ def _command(name: str) -> None:
             strips = os.path.relpath(folder / scale, page.parent)
             page.write_text(render_table(name, session.scale, folder, strips), encoding="utf-8")
             if name in ("figures", "all"):
-                _write_plots(folder, scale, page.parent)
+                _write_plots(folder, scale, page.parent, plot_names(scale))
             out.print(f"the table, the paper's values beside ours: {page}", highlight=False, soft_wrap=True)
         # A run that found no data must not look like one that worked.
         if count["failed"] or (count["no data"] and not count["done"] + count["recorded"]):
@@ -129,12 +129,12 @@ def render(
     text = make_page(folder)
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(text, encoding="utf-8")
-    _write_plots(folder, "full", page.parent)
+    _write_plots(folder, "full", page.parent, PLOTS)
     out.print(f"wrote {page}", markup=False, highlight=False)
 
 
-def _write_plots(folder: Path, scale: str, place: Path) -> None:
-    for name, png in plots_of(folder, scale).items():
+def _write_plots(folder: Path, scale: str, place: Path, names: dict[str, str]) -> None:
+    for name, png in plots_of(folder, scale, names).items():
         (place / name).write_bytes(png)
 
 

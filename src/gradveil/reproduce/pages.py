@@ -102,7 +102,7 @@ RECORDED_NOTES = {  # of the recorded runs at full scale, not of the tables
     "to the true label and is about a third of the squared gradient. So at 5 % DGP sends the label, and that one "
     "number is most of what arrives, by energy.",
 }
-PLOTS = {DISTANCE: "results-distance.png", FEEDBACK: "results-accuracy.png"}  # beside the page
+PLOTS = {DISTANCE: "results-distance.png", FEEDBACK: "results-accuracy.png"}  # beside docs/results.md
 OTHER_HEAD = """## Another copy of CIFAR-10
 
 These ran on a copy whose pictures went through JPEG (310 bytes each) and came in another order. That costs accuracy and
@@ -113,18 +113,21 @@ MANY = 8  # headings from which a table gets a list of them
 
 @dataclass(frozen=True)
 class _Page:
-    """Where the results of a page lie, where its pictures are, and under which heading each reason was first given."""
+    """Where the results of a page lie, where its pictures are, how the plot of a part is called, and under which
+    heading each reason was first given.
+    """
 
     folder: Path
     scale: str
     pictures: str
+    plots: dict[str, str]
     said: dict[str, str] = field(default_factory=dict)
 
 
 def render_table(name: str, scale: Scale, folder: Path, pictures: str) -> str:
     """Return one table, or all, at one scale, the paper's values beside ours; `pictures` leads to the strips."""
     parts = [f"# {name}, {scale.name} scale\n\n{scale.explained}\n"]
-    page = _Page(folder, scale.name, pictures)
+    page = _Page(folder, scale.name, pictures, plot_names(scale.name))
     for one in TABLES if name == "all" else (name,):
         parts.append(f"## {one}\n\n{(TABLES[one].__doc__ or '').strip()}\n")
         parts += [_part(page, title, part) for title, part in _parts(entries(one, scale)).items()]
@@ -137,7 +140,7 @@ def render(folder: Path) -> str:
         raise ConfigError(f"there is no folder {folder}: results lie where gradveil reproduce wrote them (--out)")
     parts: list[str] = []
     contents = [["table", "what", "lines recorded"]]
-    page = _Page(folder, "full", "../results/full")
+    page = _Page(folder, "full", "../results/full", PLOTS)
     for name, make in TABLES.items():
         what, lines = (make.__doc__ or "").strip(), entries(name, SCALES["full"])
         recorded = sum(bool(results_of(folder, "full", entry)) for entry in lines)
@@ -151,12 +154,21 @@ def render(folder: Path) -> str:
     return "\n".join([HEAD.format(contents=table(contents)), *parts])
 
 
-def plots_of(folder: Path, scale: str = "full") -> dict[str, bytes]:
-    """Return the plots that belong beside a page for the results in `folder`, as PNG by their names."""
+def plot_names(scale: str) -> dict[str, str]:
+    """Return the names of the plots beside the pages of `render_table`, of which one folder holds both scales.
+
+    >>> list(plot_names("quick").values())
+    ['results-distance-quick.png', 'results-accuracy-quick.png']
+    """
+    return {title: f"{Path(name).stem}-{scale}.png" for title, name in PLOTS.items()}
+
+
+def plots_of(folder: Path, scale: str = "full", names: dict[str, str] = PLOTS) -> dict[str, bytes]:
+    """Return the plots that belong beside a page for the results in `folder`, as PNG by their `names`."""
     lines = entries("figures", SCALES[scale])
     points, curves = plots.distances(lines, folder, scale), plots.accuracies(lines, folder, scale)
-    found = {PLOTS[DISTANCE]: plots.draw_distances(points)} if points else {}
-    return found | ({PLOTS[FEEDBACK]: plots.draw_accuracies(curves)} if curves else {})
+    found = {names[DISTANCE]: plots.draw_distances(points)} if points else {}
+    return found | ({names[FEEDBACK]: plots.draw_accuracies(curves)} if curves else {})
 
 
 def _parts(lines: list[Entry]) -> dict[str, list[Entry]]:
@@ -194,7 +206,7 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     missing = [entry.label for entry, found in zip(lines, results, strict=True) if not (found or entry.paper)]
     text += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
     text += _sentences(title, run, page.said) if page.scale == "full" else ""
-    text += f"\n![{title}]({PLOTS[title]})\n" if any(results) and title in PLOTS else ""
+    text += f"\n![{title}]({page.plots[title]})\n" if any(results) and title in page.plots else ""
     return text + _strips(page, lines, results)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from .cells import AttackCell, TrainingCell
 from .entry import Entry
 from .figures import figures_of, results_of
-from .tables import DISTANCE
+from .tables import DISTANCE, FEEDBACK
 
 SCORES = {"psnr": "PSNR", "mse": "MSE", "plain_ssim": "SSIM", "lpips": "LPIPS"}
 MARKERS = {"top-k": "o", "DGP": "^"}
@@ -34,10 +34,14 @@ def distances(lines: Sequence[Entry], folder: Path, scale: str) -> Points:
 
 
 def accuracies(lines: Sequence[Entry], folder: Path, scale: str) -> Curves:
-    """Return the accuracy curve of every training run, of the first seed."""
+    """Return the accuracy curve of every training run of the figure, of the first seed.
+
+    Lines of other parts are left out: their runs differ in more than model, data and defense. The curve of a run that
+    diverged before its first evaluation is empty.
+    """
     curves: Curves = {}
     for entry in lines:
-        if isinstance(entry.cell, TrainingCell):
+        if entry.part == FEEDBACK and isinstance(entry.cell, TrainingCell):
             panel = f"{entry.cell.settings.model}, {entry.cell.settings.data}"
             for result in results_of(folder, scale, entry)[:1]:
                 curve = [(p["epoch"], 100 * p["accuracy"]) for p in result["curve"]]
@@ -72,7 +76,8 @@ def draw_accuracies(curves: Curves) -> bytes:
     handles = {}
     for axis, (panel, lines) in zip(plot.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
         for defense, curve in lines.items():
-            (handles[defense],) = axis.plot(*zip(*curve, strict=True), marker=".", color=colors[defense])
+            epochs, values = [epoch for epoch, _ in curve], [value for _, value in curve]
+            (handles[defense],) = axis.plot(epochs, values, marker=".", color=colors[defense])
         axis.set(title=panel, xlabel="epoch", ylabel="test accuracy, %")
     plot.legend(handles.values(), handles, loc="outside lower center", ncols=len(handles), frameon=False)
     return _png(plot, curves)

@@ -24,16 +24,21 @@ from .entry import Entry
 from .figures import figures_of, results_of, shown
 from .scales import Scale
 from .store import STRIP, strip_bytes
-from .tables import entries
+from .tables import FEEDBACK, entries
 
-PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:75em;padding:0 1em}}img{{image-rendering:pixelated;
-height:48px;display:block;max-width:100%}}img.plot{{height:auto}}td{{padding:.2em .8em .2em 0;vertical-align:middle}}
-p.note{{background:#fff3cd;padding:.5em}}@media(max-width:75em){{img{{height:auto}}}}.wide{{overflow-x:auto}}
-@media(max-width:45em){{td{{display:block}}img.plot{{min-width:50em}}}}</style></head><body>
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width,initial-scale=1"><style>
+body{{font:15px system-ui,sans-serif;margin:2em auto;max-width:76em;padding:0 1em;overflow-wrap:anywhere}}
+p.note{{background:#fff3cd;padding:.5em}}table{{width:100%;table-layout:fixed;border-spacing:0}}
+td{{padding:.2em 0;vertical-align:middle}}td:first-child{{width:11em;padding-right:.8em}}
+.wide{{overflow-x:auto}}img{{display:block;height:48px;image-rendering:pixelated}}
+img.plot{{height:auto;max-width:100%;image-rendering:auto}}
+@media(max-width:45em){{table,tbody,tr,td{{display:block}}td:first-child{{width:auto}}img.plot{{min-width:50em}}}}
+</style></head><body>
 <h1>{title}</h1><p class="note">{note}</p>
 <p>Above the originals, below what the attacker recovered; a green tile stands for a copy. Where a defense changes the
-pictures (ATS) the changed ones stand between, and it is these that a gradient gives away.</p>{body}
+pictures (ATS) the changed ones stand between, as far as they can be drawn again, and it is these that a gradient gives
+away.</p>{body}
 </body></html>"""
 
 
@@ -67,16 +72,19 @@ def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[s
         for name, title in (("plain_ssim", "SSIM"), ("lpips", "LPIPS"))
         if name in found
     )
-    if results[0].get("transformed_scores"):
+    transformed = bool(results[0].get("transformed_scores"))
+    if transformed:
         scores += " against the changed pictures" if entry.transformed else " against the originals"
     strips = _strips(results[0], path, loaded[data] if same else None)
+    named = transformed or len(strips) != 2  # not plainly originals above their reconstructions
     pictures = "".join(
-        (f"<small>{escape(name)}</small>" if len(strips) != 2 else "")
+        (f"<small>{escape(name)}</small>" if named else "")
         + f'<img alt="{escape(name)}" src="data:image/webp;base64,{base64.b64encode(raw).decode()}">'
         for name, raw in strips.items()
     )
     if not same:
         pictures = f"<small>Attacked on another copy of {escape(data)}: no originals.</small> {pictures}"
+    pictures = f'<div class="wide">{pictures}</div>'  # one for all strips of a line: they scroll together
     label = escape(entry.label).replace(" %", "&nbsp;%")  # a line of "%" alone reads badly
     return f"<tr><td>{label}<br><small>{escape(scores)}</small></td><td>{pictures}</td></tr>"
 
@@ -128,7 +136,7 @@ def trained_on(result: dict[str, Any], data: Dataset) -> Tensor | None:
 def _plots(lines: list[Entry], folder: Path, scale: str) -> str:
     points, curves = plots.distances(lines, folder, scale), plots.accuracies(lines, folder, scale)
     body = f"<h2>Distance against scores</h2>{_image(plots.draw_distances(points))}" if points else ""
-    return body + (f"<h2>Accuracy</h2>{_image(plots.draw_accuracies(curves))}" if curves else "")
+    return body + (f"<h2>{FEEDBACK}</h2>{_image(plots.draw_accuracies(curves))}" if curves else "")
 
 
 def _image(png: bytes) -> str:
