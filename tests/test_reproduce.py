@@ -686,6 +686,53 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
         own_cards.make("topk", tmp_path)
 
 
+def test_a_score_is_the_mean_over_all_seeds_and_names_their_files(tmp_path: Path) -> None:
+    def record(attack: str, seed: int, ssim: float, **fields: Any) -> None:
+        cell = replace(FULL.attack(attack, "dgp"), seed=seed)
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.1, seed) | {"n": 20} | fields)
+
+    for seed, ssim in ((0, 0.9), (1, 0.5), (2, 0.1)):  # one seed alone would be the worst of all
+        record("ig+mask", seed, ssim)
+    record("gi+mask", 0, 0.4)
+    (threat,) = own_cards.make("dgp", tmp_path)["threats"]
+    assert (threat["ssim"], threat["n"], threat["batch_size"]) == (0.5, 60, 1)
+    assert threat["evidence"] == "results/full/ig+mask_dgp_resnet18_cifar10_seed*.json"
+    record("gi+mask", 0, 0.6)
+    (threat,) = own_cards.make("dgp", tmp_path)["threats"]
+    assert threat["evidence"] == "results/full/gi+mask_dgp_resnet18_cifar10_seed0.json"
+    record("gi+mask", 1, 0.8)
+    record("gi+mask", 2, 0.9, digests={"test": "0" * 16})  # of another copy of the data: the pattern would match it
+    (threat,) = own_cards.make("dgp", tmp_path)["threats"]
+    assert (threat["ssim"], threat["n"]) == (0.7, 40)
+    name = "results/full/gi+mask_dgp_resnet18_cifar10_seed"
+    assert threat["evidence"] == f"{name}0.json, {name}1.json"
+
+
+def test_a_card_names_the_runs_behind_its_accuracy_and_what_was_trained(tmp_path: Path) -> None:
+    for defense in ("hardened", "none"):
+        run = FULL.train(defense)
+        ended = {"kind": "training", "status": "finished", "seed": 0, "accuracy": 0.9, "settings": vars(run.settings)}
+        for place, digests in (("full", LAYOUTS["cifar10"].digests), (store.OTHER_COPY, {})):
+            store.write(store.path_of(tmp_path, place, run), ended | {"digests": digests})
+    for defense in ("hardened1", "none"):
+        cell = FULL.attack("ig+mask", defense)
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, 0.2, 0.4) | {"n": 20})
+    card = own_cards.make("hardened", tmp_path)
+    assert cards.problems(card) == []
+    names = [f"results/full/train_{defense}_resnet18_cifar10_seed0.json" for defense in ("hardened", "none")]
+    assert card["accuracy"]["evidence"] == ", ".join(names)
+    assert (card["text"], card["accuracy"]["text"]) == ("hardened(examples=1)", "hardened")
+    assert "text" not in own_cards.make("none", tmp_path)["accuracy"]
+
+
+def test_a_card_is_of_the_defense_it_names(tmp_path: Path) -> None:
+    for defense, ssim in (("hardened", 0.9), ("hardened1", 0.2)):
+        cell = FULL.attack("ig+mask", defense)
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.4) | {"n": 20})
+    card = own_cards.make("hardened", tmp_path)
+    assert (card["text"], [t["ssim"] for t in card["threats"]]) == ("hardened(examples=1)", [0.2])
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

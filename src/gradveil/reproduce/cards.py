@@ -14,6 +14,7 @@ from ..spec import build
 SCHEMA = 1
 FEWEST = 20  # pictures of an attack on the first upload
 LONGEST = 300  # characters of a text
+OURS = "results/"  # evidence that begins so lies in this repository
 THREATS = {
     "first upload": "an honest but curious server that sees one client's first upload and knows the defense",
     "later upload": "the same server a round or more later, with all earlier uploads, where the residual holds other "
@@ -44,11 +45,13 @@ THREAT: Fields = {
     "lpips": (NUMBER, False),
     "identified": (NUMBER, False),  # share of pictures picked out of 100
     "n": (int, True),
+    "batch_size": (int, False),  # of the attacked uploads; without it the setting's
     "evidence": (str, True),
 }
 ACCURACY: Fields = {
     "percent": (NUMBER, True),
     "undefended_percent": (NUMBER, True),
+    "text": (str, False),  # what was trained, where that is not what was attacked
     "setting": (str, True),
     "evidence": (str, True),
 }
@@ -70,6 +73,23 @@ def problems(card: Any) -> list[str]:
     for i, threat in enumerate(threats if isinstance(threats, list) else []):
         found += _shape(threat, THREAT, f"threats[{i}]") if isinstance(threat, dict) else [f"threats[{i}]: an object"]
     return found or [*_values(card, "card"), *_meaning(card)]
+
+
+def files(evidence: str, results: Path) -> list[Path]:
+    """Return the files in the folder `results` that a path or pattern `results/...` names, never files elsewhere.
+
+    A pattern stays within one folder: one that spans several names nothing, since it would match copies of a file too.
+    """
+    *folders, name = evidence.removeprefix(OURS).split("/")
+    inside = not {"", ".", ".."} & {*folders, name}
+    if not evidence.startswith(OURS) or not inside or set("".join(folders)) & set("*?") or "**" in name:
+        return []
+    return sorted(path for path in results.joinpath(*folders).glob(name) if path.is_file())
+
+
+def measurement(threat: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what tells the scores of one card apart: no two of them have this in common."""
+    return threat["threat"], threat["attack"], threat.get("batch_size")
 
 
 def _shape(value: Mapping[str, Any], fields: Fields, where: str) -> list[str]:
