@@ -680,7 +680,8 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "dgp.json").write_text(json.dumps(card))
     page = board.render(tmp_path)
-    assert "0.980 (blind 0.100), inverting_gradients" in page
+    assert "0.980 (blind 0.100), `inverting_gradients`, n 20 |" in page
+    assert "0.970 (blind 0.100), `imprint`, batches of 9, n 20 |" in page
     assert "0.250" in page
     with pytest.raises(ConfigError, match="no adaptive attack on topk"):
         own_cards.make("topk", tmp_path)
@@ -723,6 +724,9 @@ def test_a_card_names_the_runs_behind_its_accuracy_and_what_was_trained(tmp_path
     assert card["accuracy"]["evidence"] == ", ".join(names)
     assert (card["text"], card["accuracy"]["text"]) == ("hardened(examples=1)", "hardened")
     assert "text" not in own_cards.make("none", tmp_path)["accuracy"]
+    put(tmp_path, hardened=card)
+    shown = "| 90.00 (90.00)<br>trained `hardened`, resnet18, cifar10, 100 epochs, 1 seed |"
+    assert shown in board.render(tmp_path)
 
 
 def test_a_card_is_of_the_defense_it_names(tmp_path: Path) -> None:
@@ -731,6 +735,13 @@ def test_a_card_is_of_the_defense_it_names(tmp_path: Path) -> None:
         store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.4) | {"n": 20})
     card = own_cards.make("hardened", tmp_path)
     assert (card["text"], [t["ssim"] for t in card["threats"]]) == ("hardened(examples=1)", [0.2])
+
+
+def put(folder: Path, **found: dict[str, Any]) -> None:
+    """Write cards by the names of their files."""
+    (folder / "cards").mkdir(exist_ok=True)
+    for name, card in found.items():
+        (folder / "cards" / f"{name}.json").write_text(json.dumps(card))
 
 
 @pytest.mark.parametrize(
@@ -778,11 +789,26 @@ def test_leaving_threats_out_is_no_way_up_the_board(card: dict[str, Any], tmp_pa
     whole = [{**threat, "ssim": 0.1, "identified": 0.01} for threat in broken]
     named = [{**threat, "identified": 0.5} for threat in whole]
     wanted = {"e": whole, "d": [*whole[:2], named[2]], "c": whole[:2], "b": broken, "a": broken[:2]}  # best first
-    (tmp_path / "cards").mkdir()
-    for name, threats in wanted.items():
-        (tmp_path / "cards" / f"{name}.json").write_text(json.dumps({**card, "defense": name, "threats": threats}))
-    places = [board.render(tmp_path).index(f"| {name}<br>") for name in wanted]
-    assert places == sorted(places)
+    put(tmp_path, **{name: {**card, "defense": name, "threats": threats} for name, threats in wanted.items()})
+    assert order(tmp_path) == list(wanted)
+    # A score may lie more than 1 above blind, where blind is below 0; that is no reason to leave it out either.
+    far = [{**threat, "ssim": 1.0, "blind_ssim": -0.9} for threat in broken]
+    put(tmp_path, b={**card, "defense": "b", "threats": far}, a={**card, "defense": "z", "threats": far[:2]})
+    assert order(tmp_path)[-2:] == ["b", "z"]
+
+
+def order(folder: Path) -> list[str]:
+    """Return the names of the page's rows from the top."""
+    return re.findall(r"^\| (\S+)<br>", board.render(folder), re.MULTILINE)
+
+
+def test_scores_alike_to_one_decimal_stand_by_their_bytes(card: dict[str, Any], tmp_path: Path) -> None:
+    def of(name: str, ssim: float, up: float) -> dict[str, Any]:
+        threats = [{**card["threats"][0], "threat": kind, "ssim": ssim, "blind_ssim": 0.1} for kind in cards.THREATS]
+        return {**card, "defense": name, "threats": threats, "bytes": {"up": up, "dense": 40}}
+
+    put(tmp_path, w=of("w", 0.92, 10), x=of("x", 0.90, 20), y=of("y", 0.5, 40), a=of("a", 0.90, 20))
+    assert order(tmp_path) == ["y", "w", "a", "x"]
 
 
 def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:

@@ -17,9 +17,10 @@ LONGEST = 300  # characters of a text
 OURS = "results/"  # evidence that begins so lies in this repository
 THREATS = {
     "first upload": "an honest but curious server that sees one client's first upload and knows the defense",
-    "later upload": "the same server a round or more later, with all earlier uploads, where the residual holds other "
-    "pictures; to a defense without memory every upload is like the first",
-    "active": "a server that may also change the model it sends, to a client without a guard (the guard refuses these)",
+    "later upload": "the same server a round or more later, with all earlier uploads, where what the client held back "
+    "is of other pictures; of a defense without memory every upload is like the first",
+    "active": "a server that may also change the model it sends, to a client without a [guard](guard.md), which is "
+    "there to refuse such models",
 }
 Fields = dict[str, tuple[type | tuple[type, ...], bool]]  # name -> (type, whether it must be there)
 NUMBER = (int, float)
