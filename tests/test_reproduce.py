@@ -758,12 +758,25 @@ def put(folder: Path, **found: dict[str, Any]) -> None:
         ({"defense": "best | 1.000"}, "one line without |"),
         ({"text": "a:b`<img src=x>"}, "one line without |"),
         ({"source": " "}, "1 to 300 characters"),
+        ({"defense": "[best](https://example.org)"}, "defense must be without [ ] ! and backslashes"),
+        ({"by": "me!"}, "by must be without [ ] !"),
+        ({"by": "me\\"}, "by must be without [ ] !"),
         ({"date": "yesterday"}, "date must look like"),
+        ({"date": "9999-01-01"}, "date must not lie in the future"),
+        ({"bytes": {"up": 41, "dense": 10}}, "up must be at most 4 times dense"),
+        (
+            {"setting": {"model": "resnet18", "data": "cifar10", "batch_size": 1, "pictures": 21}},
+            "n must be at least 21",
+        ),
         ({"setting": {"model": "lenet", "data": "digits", "batch_size": 0, "pictures": 20}}, "batch_size must be"),
         ({"setting": {"model": "resnet18"}}, "data is missing"),
         (
             {"accuracy": {"percent": 930, "undefended_percent": 93, "setting": "", "evidence": ""}},
             "percents must lie in 0..100",
+        ),
+        (
+            {"accuracy": {"percent": 9, "undefended_percent": 9, "text": "dgpp", "setting": "x", "evidence": "x"}},
+            "accuracy: unknown defense 'dgpp'",
         ),
     ],
 )
@@ -771,10 +784,75 @@ def test_the_validator_says_what_is_wrong(card: dict[str, Any], change: dict[str
     assert any(complaint in text for text in cards.problems({**card, **change}))
 
 
-@pytest.mark.parametrize(("field", "value"), [("n", 19), ("lpips", -0.1), ("identified", 2)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("n", 19), ("lpips", -0.1), ("identified", 2), ("batch_size", 0), ("batch_size", 1.5)]
+)
 def test_the_validator_looks_at_the_scores(card: dict[str, Any], field: str, value: float) -> None:
     threat = {**card["threats"][0], field: value}
     assert any(f"threats[0]: {field} must" in text for text in cards.problems({**card, "threats": [threat]}))
+
+
+def test_code_may_hold_brackets(card: dict[str, Any]) -> None:
+    threat = {**card["threats"][0], "attack": "my.attacks:Best(sizes=[8, 4])"}
+    assert cards.problems({**card, "text": "my.code:Mine(shares=[0.1])", "threats": [threat]}) == []
+
+
+def test_the_same_attack_counts_once_for_each_batch_size(card: dict[str, Any]) -> None:
+    threat = {name: value for name, value in card["threats"][0].items() if name != "batch_size"}
+
+    def wrong(**fields: Any) -> list[str]:
+        return cards.problems({**card, "threats": [threat, {**threat, "ssim": 0.1, **fields}]})
+
+    assert any("threats[1]: threat, attack and batch size are those of threats[0]" in text for text in wrong())
+    assert wrong(batch_size=1), "the setting's"
+    assert wrong(batch_size=2) == []
+    assert wrong(threat="later upload") == []
+
+
+def test_one_author_has_one_card_for_a_defense(card: dict[str, Any], tmp_path: Path) -> None:
+    put(tmp_path, a=card, b={**card, "by": "somebody else"}, c={**card, "defense": "another"})
+    assert board.render(tmp_path).count("<br>`error_feedback(dual_prune)`") == 3
+    (tmp_path / "new.json").write_text(json.dumps({**card, "defense": " DGP"}))
+    words = ["leaderboard", "check", str(tmp_path / "new.json"), "--results", str(tmp_path)]
+    checked = CliRunner().invoke(app, words)
+    assert checked.exit_code == 1
+    assert f"{tmp_path / 'cards' / 'a.json'} is of the same defense by the same author" in checked.output
+    assert "b.json" not in checked.output
+    put(tmp_path, d={**card, "defense": " DGP"})
+    with pytest.raises(ConfigError, match=r"a\.json is not a valid card: .*d\.json is of the same defense by the same"):
+        board.render(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        "results/full/nothing_seed0.json",
+        "results/**/ig+mask_dgp_resnet18_cifar10_seed*.json",
+        "results/*/ig+mask_dgp_resnet18_cifar10_seed*.json",
+        "results/full/ig+mask_dgp_resnet18_cifar10_seed0.json, results/nothing.json",
+        "results/full",
+        "results/",
+        "results//full",
+        "results/../outside.json",
+    ],
+)
+def test_evidence_in_this_repository_is_there(
+    card: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evidence: str
+) -> None:
+    (tmp_path.parent / "outside.json").write_text("{}")
+    put(tmp_path, dgp=card)
+    board.render(tmp_path)
+    path = str(tmp_path / "cards" / "dgp.json")
+    put(tmp_path, dgp={**card, "threats": [{**card["threats"][0], "evidence": evidence}]})
+    with pytest.raises(ConfigError, match="names no file in"):
+        board.render(tmp_path)
+    checked = CliRunner().invoke(app, ["leaderboard", "check", path, "--results", str(tmp_path)])
+    assert checked.exit_code == 1
+    assert "threats[0]: evidence results/" in checked.output
+    monkeypatch.chdir(tmp_path)
+    unseen = CliRunner().invoke(app, ["leaderboard", "check", path])
+    assert unseen.exit_code == 0
+    assert "there is no folder results: nobody looked for evidence" in unseen.output
 
 
 def test_a_file_that_is_no_card_is_one_line(tmp_path: Path) -> None:
@@ -835,8 +913,7 @@ def test_a_defense_without_memory_sends_later_uploads_like_the_first(
 
 
 def test_the_cards_of_this_repository_follow_its_results() -> None:
-    for path in (RESULTS / "cards").glob("*.json"):
-        card = cards.load(path)
+    for card in cards.load_all(RESULTS):
         if card["by"] == "gradveil":
             made = own_cards.make(card["defense"], RESULTS)
             assert card == made, f"run: gradveil leaderboard card {card['defense']}, then gradveil leaderboard render"
@@ -892,8 +969,8 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     assert isinstance(unready.exception, ConfigError)
     assert "first upload" in str(unready.exception)
     assert not (in_scratch / "results" / "cards" / "adgp.json").exists()
-    assert runner.invoke(app, ["leaderboard", "check", str(good)]).exit_code == 0
-    assert runner.invoke(app, ["leaderboard", "check", str(good), str(bad)]).exit_code == 1
+    assert runner.invoke(app, ["leaderboard", "check", str(good), "--results", "."]).exit_code == 0
+    assert runner.invoke(app, ["leaderboard", "check", str(good), str(bad), "--results", "."]).exit_code == 1
     assert isinstance(runner.invoke(app, ["reproduce", "main", "--scale", "huge"]).exception, ValueError)
     assert "--dry" in str(runner.invoke(app, ["reproduce", "main", "--cells", "nothing"]).exception)
     assert "no picture or curve of cost" in str(runner.invoke(app, ["reproduce", "view", "cost"]).exception)

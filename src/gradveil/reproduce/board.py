@@ -48,12 +48,12 @@ SUBMIT = """
 2. Write `results/cards/NAME.json` like the example below; `gradveil leaderboard card DEFENSE` makes one from recorded
    results. `text` builds the defense in gradveil, or names it as `package.module:Class`, which the validator does not
    import. `source` says where its code is, `evidence` where the scores of every single picture are: an address, or
-   files of this repository (`results/...`). SSIM and LPIPS are means over `n` pictures, of all
+   files of this repository (`results/...`), which must be there. SSIM and LPIPS are means over `n` pictures, of all
    seeds you ran; `blind_ssim` is the best blind guess at the same pictures; bytes are of one upload. May be left out:
    `lpips`, `identified`, `accuracy`, the `batch_size` of a threat where it is the setting's. Where another defense was
    trained than attacked, a `text` in `accuracy` says which.
 3. `gradveil leaderboard check results/cards/NAME.json` must find nothing wrong; `gradveil leaderboard render` rewrites
-   this page. Open a pull request with the card, the page and the evidence.
+   this page. Open a pull request with the card, the page and the evidence. One author has one card for a defense.
 
 A card is replaced when somebody shows a stronger attack on it: send the result file, whoever made the defense.
 
@@ -97,7 +97,7 @@ def render(folder: Path) -> str:
     """Return the page for the cards in `folder / "cards"`; raises `ConfigError` for one that is not valid."""
     if not folder.is_dir():  # a wrong path would write a page without cards over the real one
         raise ConfigError(f"there is no folder {folder}: cards lie in cards/ of the recorded results (--results)")
-    found = [cards.load(path) for path in sorted((folder / "cards").glob("*.json"))]
+    found = cards.load_all(folder)
     threats = "\n".join(f"- **{name}**: {text}." for name, text in cards.THREATS.items())
     text = HEAD.format(threats=threats, ssim=LOST_SSIM, identified=100 * LOST_IDENTIFIED)
     submit = SUBMIT.format(example=json.dumps(EXAMPLE, indent=2))
