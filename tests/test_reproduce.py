@@ -705,10 +705,68 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "dgp.json").write_text(json.dumps(card))
     page = board.render(tmp_path)
-    assert "0.980 (blind 0.100), inverting_gradients" in page
+    assert "0.980 (blind 0.100), `inverting_gradients`, n 20 |" in page
+    assert "0.970 (blind 0.100), `imprint`, batches of 9, n 20 |" in page
     assert "0.250" in page
     with pytest.raises(ConfigError, match="no adaptive attack on topk"):
         own_cards.make("topk", tmp_path)
+
+
+def test_a_score_is_the_mean_over_all_seeds_and_names_their_files(tmp_path: Path) -> None:
+    def record(attack: str, seed: int, ssim: float, **fields: Any) -> None:
+        cell = replace(FULL.attack(attack, "dgp"), seed=seed)
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.1, seed) | {"n": 20} | fields)
+
+    for seed, ssim in ((0, 0.9), (1, 0.5), (2, 0.1)):  # one seed alone would be the worst of all
+        record("ig+mask", seed, ssim)
+    record("gi+mask", 0, 0.4)
+    (threat,) = own_cards.make("dgp", tmp_path)["threats"]
+    assert (threat["ssim"], threat["n"], threat["batch_size"]) == (0.5, 60, 1)
+    assert threat["evidence"] == "results/full/ig+mask_dgp_resnet18_cifar10_seed*.json"
+    record("gi+mask", 0, 0.6)
+    (threat,) = own_cards.make("dgp", tmp_path)["threats"]
+    assert threat["evidence"] == "results/full/gi+mask_dgp_resnet18_cifar10_seed0.json"
+    record("gi+mask", 1, 0.8)
+    record("gi+mask", 2, 0.9, digests={"test": "0" * 16})  # of another copy of the data: the pattern would match it
+    (threat,) = own_cards.make("dgp", tmp_path)["threats"]
+    assert (threat["ssim"], threat["n"]) == (0.7, 40)
+    name = "results/full/gi+mask_dgp_resnet18_cifar10_seed"
+    assert threat["evidence"] == f"{name}0.json, {name}1.json"
+
+
+def test_a_card_names_the_runs_behind_its_accuracy_and_what_was_trained(tmp_path: Path) -> None:
+    for defense in ("hardened", "none"):
+        run = FULL.train(defense)
+        ended = {"kind": "training", "status": "finished", "seed": 0, "accuracy": 0.9, "settings": vars(run.settings)}
+        for place, digests in (("full", LAYOUTS["cifar10"].digests), (store.OTHER_COPY, {})):
+            store.write(store.path_of(tmp_path, place, run), ended | {"digests": digests})
+    for defense in ("hardened1", "none"):
+        cell = FULL.attack("ig+mask", defense)
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, 0.2, 0.4) | {"n": 20})
+    card = own_cards.make("hardened", tmp_path)
+    assert cards.problems(card) == []
+    names = [f"results/full/train_{defense}_resnet18_cifar10_seed0.json" for defense in ("hardened", "none")]
+    assert card["accuracy"]["evidence"] == ", ".join(names)
+    assert (card["text"], card["accuracy"]["text"]) == ("hardened(examples=1)", "hardened")
+    assert "text" not in own_cards.make("none", tmp_path)["accuracy"]
+    put(tmp_path, hardened=card)
+    shown = "| 90.00 (90.00)<br>trained `hardened`, resnet18, cifar10, 100 epochs, 1 seed |"
+    assert shown in board.render(tmp_path)
+
+
+def test_a_card_is_of_the_defense_it_names(tmp_path: Path) -> None:
+    for defense, ssim in (("hardened", 0.9), ("hardened1", 0.2)):
+        cell = FULL.attack("ig+mask", defense)
+        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.4) | {"n": 20})
+    card = own_cards.make("hardened", tmp_path)
+    assert (card["text"], [t["ssim"] for t in card["threats"]]) == ("hardened(examples=1)", [0.2])
+
+
+def put(folder: Path, **found: dict[str, Any]) -> None:
+    """Write cards by the names of their files."""
+    (folder / "cards").mkdir(exist_ok=True)
+    for name, card in found.items():
+        (folder / "cards" / f"{name}.json").write_text(json.dumps(card))
 
 
 @pytest.mark.parametrize(
@@ -725,12 +783,25 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
         ({"defense": "best | 1.000"}, "one line without |"),
         ({"text": "a:b`<img src=x>"}, "one line without |"),
         ({"source": " "}, "1 to 300 characters"),
+        ({"defense": "[best](https://example.org)"}, "defense must be without [ ] ! and backslashes"),
+        ({"by": "me!"}, "by must be without [ ] !"),
+        ({"by": "me\\"}, "by must be without [ ] !"),
         ({"date": "yesterday"}, "date must look like"),
+        ({"date": "9999-01-01"}, "date must not lie in the future"),
+        ({"bytes": {"up": 41, "dense": 10}}, "up must be at most 4 times dense"),
+        (
+            {"setting": {"model": "resnet18", "data": "cifar10", "batch_size": 1, "pictures": 21}},
+            "n must be at least 21",
+        ),
         ({"setting": {"model": "lenet", "data": "digits", "batch_size": 0, "pictures": 20}}, "batch_size must be"),
         ({"setting": {"model": "resnet18"}}, "data is missing"),
         (
             {"accuracy": {"percent": 930, "undefended_percent": 93, "setting": "", "evidence": ""}},
             "percents must lie in 0..100",
+        ),
+        (
+            {"accuracy": {"percent": 9, "undefended_percent": 9, "text": "dgpp", "setting": "x", "evidence": "x"}},
+            "accuracy: unknown defense 'dgpp'",
         ),
     ],
 )
@@ -738,10 +809,75 @@ def test_the_validator_says_what_is_wrong(card: dict[str, Any], change: dict[str
     assert any(complaint in text for text in cards.problems({**card, **change}))
 
 
-@pytest.mark.parametrize(("field", "value"), [("n", 19), ("lpips", -0.1), ("identified", 2)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("n", 19), ("lpips", -0.1), ("identified", 2), ("batch_size", 0), ("batch_size", 1.5)]
+)
 def test_the_validator_looks_at_the_scores(card: dict[str, Any], field: str, value: float) -> None:
     threat = {**card["threats"][0], field: value}
     assert any(f"threats[0]: {field} must" in text for text in cards.problems({**card, "threats": [threat]}))
+
+
+def test_code_may_hold_brackets(card: dict[str, Any]) -> None:
+    threat = {**card["threats"][0], "attack": "my.attacks:Best(sizes=[8, 4])"}
+    assert cards.problems({**card, "text": "my.code:Mine(shares=[0.1])", "threats": [threat]}) == []
+
+
+def test_the_same_attack_counts_once_for_each_batch_size(card: dict[str, Any]) -> None:
+    threat = {name: value for name, value in card["threats"][0].items() if name != "batch_size"}
+
+    def wrong(**fields: Any) -> list[str]:
+        return cards.problems({**card, "threats": [threat, {**threat, "ssim": 0.1, **fields}]})
+
+    assert any("threats[1]: threat, attack and batch size are those of threats[0]" in text for text in wrong())
+    assert wrong(batch_size=1), "the setting's"
+    assert wrong(batch_size=2) == []
+    assert wrong(threat="later upload") == []
+
+
+def test_one_author_has_one_card_for_a_defense(card: dict[str, Any], tmp_path: Path) -> None:
+    put(tmp_path, a=card, b={**card, "by": "somebody else"}, c={**card, "defense": "another"})
+    assert board.render(tmp_path).count("<br>`error_feedback(dual_prune)`") == 3
+    (tmp_path / "new.json").write_text(json.dumps({**card, "defense": " DGP"}))
+    words = ["leaderboard", "check", str(tmp_path / "new.json"), "--results", str(tmp_path)]
+    checked = CliRunner().invoke(app, words)
+    assert checked.exit_code == 1
+    assert f"{tmp_path / 'cards' / 'a.json'} is of the same defense by the same author" in checked.output
+    assert "b.json" not in checked.output
+    put(tmp_path, d={**card, "defense": " DGP"})
+    with pytest.raises(ConfigError, match=r"a\.json is not a valid card: .*d\.json is of the same defense by the same"):
+        board.render(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "evidence",
+    [
+        "results/full/nothing_seed0.json",
+        "results/**/ig+mask_dgp_resnet18_cifar10_seed*.json",
+        "results/*/ig+mask_dgp_resnet18_cifar10_seed*.json",
+        "results/full/ig+mask_dgp_resnet18_cifar10_seed0.json, results/nothing.json",
+        "results/full",
+        "results/",
+        "results//full",
+        "results/../outside.json",
+    ],
+)
+def test_evidence_in_this_repository_is_there(
+    card: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evidence: str
+) -> None:
+    (tmp_path.parent / "outside.json").write_text("{}")
+    put(tmp_path, dgp=card)
+    board.render(tmp_path)
+    path = str(tmp_path / "cards" / "dgp.json")
+    put(tmp_path, dgp={**card, "threats": [{**card["threats"][0], "evidence": evidence}]})
+    with pytest.raises(ConfigError, match="names no file in"):
+        board.render(tmp_path)
+    checked = CliRunner().invoke(app, ["leaderboard", "check", path, "--results", str(tmp_path)])
+    assert checked.exit_code == 1
+    assert "threats[0]: evidence results/" in checked.output
+    monkeypatch.chdir(tmp_path)
+    unseen = CliRunner().invoke(app, ["leaderboard", "check", path])
+    assert unseen.exit_code == 0
+    assert "there is no folder results: nobody looked for evidence" in unseen.output
 
 
 def test_a_file_that_is_no_card_is_one_line(tmp_path: Path) -> None:
@@ -756,11 +892,26 @@ def test_leaving_threats_out_is_no_way_up_the_board(card: dict[str, Any], tmp_pa
     whole = [{**threat, "ssim": 0.1, "identified": 0.01} for threat in broken]
     named = [{**threat, "identified": 0.5} for threat in whole]
     wanted = {"e": whole, "d": [*whole[:2], named[2]], "c": whole[:2], "b": broken, "a": broken[:2]}  # best first
-    (tmp_path / "cards").mkdir()
-    for name, threats in wanted.items():
-        (tmp_path / "cards" / f"{name}.json").write_text(json.dumps({**card, "defense": name, "threats": threats}))
-    places = [board.render(tmp_path).index(f"| {name}<br>") for name in wanted]
-    assert places == sorted(places)
+    put(tmp_path, **{name: {**card, "defense": name, "threats": threats} for name, threats in wanted.items()})
+    assert order(tmp_path) == list(wanted)
+    # A score may lie more than 1 above blind, where blind is below 0; that is no reason to leave it out either.
+    far = [{**threat, "ssim": 1.0, "blind_ssim": -0.9} for threat in broken]
+    put(tmp_path, b={**card, "defense": "b", "threats": far}, a={**card, "defense": "z", "threats": far[:2]})
+    assert order(tmp_path)[-2:] == ["b", "z"]
+
+
+def order(folder: Path) -> list[str]:
+    """Return the names of the page's rows from the top."""
+    return re.findall(r"^\| (\S+)<br>", board.render(folder), re.MULTILINE)
+
+
+def test_scores_alike_to_one_decimal_stand_by_their_bytes(card: dict[str, Any], tmp_path: Path) -> None:
+    def of(name: str, ssim: float, up: float) -> dict[str, Any]:
+        threats = [{**card["threats"][0], "threat": kind, "ssim": ssim, "blind_ssim": 0.1} for kind in cards.THREATS]
+        return {**card, "defense": name, "threats": threats, "bytes": {"up": up, "dense": 40}}
+
+    put(tmp_path, w=of("w", 0.92, 10), x=of("x", 0.90, 20), y=of("y", 0.5, 40), a=of("a", 0.90, 20))
+    assert order(tmp_path) == ["y", "w", "a", "x"]
 
 
 def test_a_card_keeps_the_attack_that_identifies_most(tmp_path: Path) -> None:
@@ -787,8 +938,7 @@ def test_a_defense_without_memory_sends_later_uploads_like_the_first(
 
 
 def test_the_cards_of_this_repository_follow_its_results() -> None:
-    for path in (RESULTS / "cards").glob("*.json"):
-        card = cards.load(path)
+    for card in cards.load_all(RESULTS):
         if card["by"] == "gradveil":
             made = own_cards.make(card["defense"], RESULTS)
             assert card == made, f"run: gradveil leaderboard card {card['defense']}, then gradveil leaderboard render"
@@ -844,8 +994,8 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     assert isinstance(unready.exception, ConfigError)
     assert "first upload" in str(unready.exception)
     assert not (in_scratch / "results" / "cards" / "adgp.json").exists()
-    assert runner.invoke(app, ["leaderboard", "check", str(good)]).exit_code == 0
-    assert runner.invoke(app, ["leaderboard", "check", str(good), str(bad)]).exit_code == 1
+    assert runner.invoke(app, ["leaderboard", "check", str(good), "--results", "."]).exit_code == 0
+    assert runner.invoke(app, ["leaderboard", "check", str(good), str(bad), "--results", "."]).exit_code == 1
     assert isinstance(runner.invoke(app, ["reproduce", "main", "--scale", "huge"]).exception, ValueError)
     assert "--dry" in str(runner.invoke(app, ["reproduce", "main", "--cells", "nothing"]).exception)
     assert "no picture or curve of cost" in str(runner.invoke(app, ["reproduce", "view", "cost"]).exception)

@@ -18,17 +18,26 @@ Folder = Annotated[Path, typer.Option("--results", help="The folder of recorded 
 
 
 @group.command()
-def check(files: Annotated[list[Path], typer.Argument(help="Cards.")]) -> None:
-    """Say what is wrong with cards; exit code 1 if anything is."""
-    bad = False
+def check(
+    files: Annotated[list[Path], typer.Argument(help="Cards.")],
+    folder: Folder = Path("results"),
+) -> None:
+    """Say what is wrong with cards, alone and beside those in results/cards/; exit code 1 if anything is."""
+    found = {path.resolve(): cards.read(path) for path in (*files, *sorted((folder / "cards").glob("*.json")))}
+    together = cards.problems_together(found, folder if folder.is_dir() else None)
     for path in files:
-        wrong = cards.problems(cards.read(path))
-        bad |= bool(wrong)
-        out.print(f"{path}: {'not valid' if wrong else 'valid'}", markup=False, highlight=False, soft_wrap=True)
+        wrong = together[path.resolve()]
+        _say(f"{path}: {'not valid' if wrong else 'valid'}")
         for text in wrong:
-            out.print(f"  {text}", markup=False, highlight=False, soft_wrap=True)
-    if bad:
+            _say(f"  {text}")
+    if not folder.is_dir():
+        _say(f"there is no folder {folder}: nobody looked for evidence in results/, nor for other cards (--results)")
+    if any(together[path.resolve()] for path in files):
         raise typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @group.command()
@@ -36,7 +45,7 @@ def card(
     defense: Annotated[str, typer.Argument(help="A defense as the tables call it, such as dgp.")],
     folder: Folder = Path("results"),
 ) -> None:
-    """Make a defense's card from the recorded full-scale results: the worst adaptive attack of each kind."""
+    """Make a defense's card from the recorded full-scale results: the strongest adaptive attack of each kind."""
     known = {entry.cell.defense: entry for entry in entries("all", SCALES["full"])}
     if defense not in known and f"{defense}1" not in known:  # the name without its number stands for both
         near = difflib.get_close_matches(defense, known, n=1)

@@ -11,22 +11,33 @@ from .figures import shown
 from .pages import table
 
 LOST_SSIM, LOST_IDENTIFIED = 0.1, 0.5  # from here on a threat counts as lost
+UNMEASURED = 1.0  # SSIM above blind of a threat that was not measured, and the most that counts of one that was
 HEAD = """# Leaderboard
 
 <!-- Rendered from results/cards/ by `gradveil leaderboard render`: change a card or the renderer, not this page. -->
 
-How much of a private picture the strongest recorded attacker recovers who knows the defense, what the defense costs in
-accuracy, and what it sends. SSIM, mean over the attacked pictures: 1 is a copy, "blind" is what a guess reaches that
-never looks at the gradient; "identified" is how often the private picture is the nearest of 100 or so, for whichever
-recorded attack does that best. Defenses that lose to fewer threats come first: to those that reach an SSIM {ssim} above
-blind or identify {identified:.0%} of the pictures, and to those that nobody measured, since an attack that was not run
-proves nothing. Among equals those whose scores lie least above blind guessing, on average over the threats, where one
-that was not measured counts as 1 above. Of several seeds the worst counts. The text under a name is what was attacked:
-`hardened` by default mixes 32 examples before it sends, here it sends each alone; Outpost's gate is open. Accuracy is
-of training with the defaults, Soteria's with estimated scores; bytes are of a first upload. `imprint` attacks uploads
-of several pictures.
+How much of a private picture somebody recovers who knows the defense, what the defense costs in accuracy, and what it
+sends. Every row is a card in [results/cards](../results/cards), which names the files behind its scores and accuracy.
+The threats, each with the recorded attack that reaches the highest SSIM:
 
 {threats}
+
+How to read the table:
+
+- **Scores.** SSIM, the mean over `n` pictures of all recorded seeds: 1 is a copy, "blind" is what the best guess
+  reaches that never looks at the upload. "identified" is how often the private picture is the nearest of 100 or so, by
+  whichever recorded attack does that best. The column "setting" has the batch size, unless the cell names another. ATS
+  is scored against the picture as ATS changed it, which is no less private.
+- **What was attacked** is the text under the name. `hardened` by default mixes 32 examples before it sends; here it
+  sends each alone, the harder case. Outpost's gate is open: shut, it defends nothing.
+- **Order.** By the number of threats lost, fewest first. A threat is lost if SSIM reaches {ssim} above blind, if
+  {identified:.0f} % of the pictures are identified, or if it was not measured: an attack that was not run proves
+  nothing. Then by SSIM above blind, least first: the mean over the three threats, where one that was not measured
+  counts as 1, rounded to one decimal. Then by upload / dense, least first, then by name.
+- **Accuracy** is on test pictures; in brackets that of the same training without a defense. "Trained" names the
+  defense where it is not exactly what was attacked. Where it is of one seed, small differences say nothing.
+- **Upload / dense** is the bytes of one first upload as the [wire](wire-format.md) codes it, over four bytes for each
+  parameter. At batch 1 many entries of a gradient are exact zeros, which is why `none` is below 1.
 """
 SUBMIT = """
 ## Submit a card
@@ -36,11 +47,13 @@ SUBMIT = """
    defense does not count. None of the pictures is chosen by hand, and on the first upload there are 20 or more.
 2. Write `results/cards/NAME.json` like the example below; `gradveil leaderboard card DEFENSE` makes one from recorded
    results. `text` builds the defense in gradveil, or names it as `package.module:Class`, which the validator does not
-   import. `source` says where its code is, `evidence` where the scores of every single picture are. SSIM and LPIPS are
-   means over `n` pictures, `blind_ssim` is the best blind guess at the same pictures, bytes are of one upload.
-   `accuracy` may be left out.
+   import. `source` says where its code is, `evidence` where the scores of every single picture are: an address, or
+   files of this repository (`results/...`), which must be there. SSIM and LPIPS are means over `n` pictures, of all
+   seeds you ran; `blind_ssim` is the best blind guess at the same pictures; bytes are of one upload. May be left out:
+   `lpips`, `identified`, `accuracy`, the `batch_size` of a threat where it is the setting's. Where another defense was
+   trained than attacked, a `text` in `accuracy` says which.
 3. `gradveil leaderboard check results/cards/NAME.json` must find nothing wrong; `gradveil leaderboard render` rewrites
-   this page. Open a pull request with the card, the page and the evidence.
+   this page. Open a pull request with the card, the page and the evidence. One author has one card for a defense.
 
 A card is replaced when somebody shows a stronger attack on it: send the result file, whoever made the defense.
 
@@ -66,6 +79,7 @@ EXAMPLE: dict[str, Any] = {
             "identified": 1.0,
             "blind_ssim": 0.12,
             "n": 20,
+            "batch_size": 1,
             "evidence": "https://example.org/scores.json",
         }
     ],
@@ -83,9 +97,9 @@ def render(folder: Path) -> str:
     """Return the page for the cards in `folder / "cards"`; raises `ConfigError` for one that is not valid."""
     if not folder.is_dir():  # a wrong path would write a page without cards over the real one
         raise ConfigError(f"there is no folder {folder}: cards lie in cards/ of the recorded results (--results)")
-    found = [cards.load(path) for path in sorted((folder / "cards").glob("*.json"))]
+    found = cards.load_all(folder)
     threats = "\n".join(f"- **{name}**: {text}." for name, text in cards.THREATS.items())
-    text = HEAD.format(threats=threats, ssim=LOST_SSIM, identified=LOST_IDENTIFIED)
+    text = HEAD.format(threats=threats, ssim=LOST_SSIM, identified=100 * LOST_IDENTIFIED)
     submit = SUBMIT.format(example=json.dumps(EXAMPLE, indent=2))
     if not found:
         return text + "\nNo card yet.\n" + submit
@@ -94,34 +108,48 @@ def render(folder: Path) -> str:
     return text + "\n" + table(rows) + submit
 
 
-def _rank(card: dict[str, Any]) -> tuple[int, float, str]:
-    """Return what cards are sorted by: leaving a threat out must not be a way up."""
+def _rank(card: dict[str, Any]) -> tuple[int, float, float, str]:
+    """Return what cards are sorted by: leaving a threat out must not be a way up.
+
+    Scores above blind are rounded, since a few pictures more or less move them by hundredths.
+    """
     lost, above = 0, []
     for name in cards.THREATS:
         found = [t for t in card["threats"] if t["threat"] == name]
-        above.append(max((float(t["ssim"]) - float(t["blind_ssim"]) for t in found), default=1.0))
+        above.append(max((min(UNMEASURED, t["ssim"] - t["blind_ssim"]) for t in found), default=UNMEASURED))
         picked = max((float(t.get("identified", 0.0)) for t in found), default=1.0)
         lost += above[-1] >= LOST_SSIM or picked >= LOST_IDENTIFIED
-    return lost, fmean(above), card["defense"]
+    return lost, round(fmean(above), 1), card["bytes"]["up"] / card["bytes"]["dense"], card["defense"]
 
 
 def _row(card: dict[str, Any]) -> list[str]:
-    setting, size, accuracy = card["setting"], card["bytes"], card.get("accuracy")
+    setting, size = card["setting"], card["bytes"]
     return [
         f"{card['defense']}<br>`{card['text']}`",
-        *(_score([t for t in card["threats"] if t["threat"] == name]) for name in cards.THREATS),
-        f"{accuracy['percent']:.2f} ({accuracy['undefended_percent']:.2f})" if accuracy else "not measured",
+        *(_score([t for t in card["threats"] if t["threat"] == name], setting) for name in cards.THREATS),
+        _accuracy(card["accuracy"]) if "accuracy" in card else "not measured",
         f"{size['up'] / size['dense']:.3f}",
         f"{setting['model']}, {setting['data']}, batch {setting['batch_size']}",
         f"{card['by']}, {card['date']}",
     ]
 
 
-def _score(threats: list[dict[str, Any]]) -> str:
+def _score(threats: list[dict[str, Any]], setting: dict[str, Any]) -> str:
     if not threats:
         return "not measured"
     worst = max(threats, key=lambda t: float(t["ssim"]))
-    attack = worst["attack"].partition("(")[0]
     most = max((float(t["identified"]) for t in threats if "identified" in t), default=None)
-    picked = f"identified {100 * most:.0f} %, " if most is not None else ""
-    return f"{shown(worst['ssim'])} (blind {shown(worst['blind_ssim'])}), {picked}{attack}, n {worst['n']}"
+    size = worst.get("batch_size", setting["batch_size"])
+    words = [
+        f"{shown(worst['ssim'])} (blind {shown(worst['blind_ssim'])})",
+        *([f"identified {100 * most:.0f} %"] if most is not None else []),
+        f"`{worst['attack'].partition('(')[0]}`",
+        *([f"batches of {size}"] if size != setting["batch_size"] else []),
+        f"n {worst['n']}",
+    ]
+    return ", ".join(words)
+
+
+def _accuracy(accuracy: dict[str, Any]) -> str:
+    trained = f"trained `{accuracy['text']}`, " if "text" in accuracy else ""
+    return f"{accuracy['percent']:.2f} ({accuracy['undefended_percent']:.2f})<br>{trained}{accuracy['setting']}"

@@ -1,6 +1,8 @@
 """The card of a defense, made from the results recorded here."""
 
+from collections.abc import Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,32 +15,29 @@ from . import cards, store
 from .cells import AttackCell
 from .entry import Entry
 from .figures import figures_of, results_of
-from .scales import SCALES, Scale
+from .scales import SCALES, TEXTS, Scale
 from .tables import entries
 
 MODEL = "resnet18"  # the model of every card this repository makes
+Results = list[dict[str, Any]]  # of one cell, one for each seed
 
 
 def make(defense: str, folder: Path, scale: str = "full") -> dict[str, Any]:
     """Return the card of a defense from the recorded results.
 
-    For each threat the adaptive attacker with the highest SSIM counts and, if that is another one, the one who
-    identifies the most pictures.
+    A score is the mean over all recorded seeds of an attack. For each threat the adaptive attack with the highest SSIM
+    counts and, if that is another one, the attack that identifies the most pictures.
     """
-    # Where a defense waits before it sends, its mechanism on one example (see `TEXTS`) stands for the first upload.
-    lines = [e for e in entries("all", SCALES[scale]) if e.cell.defense in (defense, f"{defense}1")]
+    measured = _measured(defense, folder, scale)
     found: dict[str, list[dict[str, Any]]] = {}
-    first: dict[str, Any] | None = None
-    for entry in lines:
-        if not isinstance(entry.cell, AttackCell) or not _counts(entry.cell, SCALES[scale]):
-            continue
-        for result in results_of(folder, scale, entry):
-            threat = _threat(entry, result, scale)
-            first = first or result
-            found.setdefault(threat["threat"], []).append(threat)
+    for entry, results in measured:
+        threat = _threat(entry, results, folder, scale)
+        found.setdefault(threat["threat"], []).append(threat)
+    first = next((results[0] for _, results in measured if _kind(results[0]["cell"]) == "first upload"), None)
     if first is None:
         raise ConfigError(
-            f"no adaptive attack on {defense} is recorded in {folder / scale}: run gradveil reproduce beyond"
+            f"no adaptive attack on {defense} at its first upload is recorded in {folder / scale}: "
+            f"run gradveil reproduce beyond --scale {scale}"
         )
     cell = first["cell"]
     attacked = build(DEFENSES, cell["defense_text"], "defense")
@@ -49,21 +48,33 @@ def make(defense: str, folder: Path, scale: str = "full") -> dict[str, Any]:
         "defense": defense,
         "text": to_text(attacked),
         "by": "gradveil",
-        "date": first["date"],
+        "date": max(result["date"] for _, results in measured for result in results),
         "source": "this repository",
         "setting": {name: cell[name] for name in cards.SETTING},
         "threats": [threat for name in cards.THREATS if name in found for threat in _worst(found[name])],
         "bytes": {"up": first["bytes_up"], "dense": first["bytes_dense"]},
     }
-    accuracy = _accuracy(defense, folder, scale)
+    accuracy = _accuracy(defense, card["text"], folder, scale)
     return store.plain(card | ({"accuracy": accuracy} if accuracy else {}))  # type: ignore[no-any-return]
+
+
+def _measured(defense: str, folder: Path, scale: str) -> list[tuple[Entry, Results]]:
+    """Return the lines that belong on the card of a defense, each with its results of all seeds, at least one."""
+    # A defense that waits before it sends is attacked as its mechanism on one example: the card's text names that one.
+    name = f"{defense}1" if f"{defense}1" in TEXTS else defense
+    found = []
+    for entry in entries("all", SCALES[scale]):
+        if isinstance(entry.cell, AttackCell) and entry.cell.defense == name and _counts(entry.cell, SCALES[scale]):
+            found.append((entry, results_of(folder, scale, entry)))
+    return [(entry, results) for entry, results in found if results]
 
 
 def _worst(threats: list[dict[str, Any]]) -> list[dict[str, Any]]:
     seen = max(threats, key=lambda t: float(t["ssim"]))
     picked = max(threats, key=lambda t: float(t.get("identified", -1)))
     more = picked.get("identified", -1) > seen.get("identified", -1)
-    return [seen, picked] if more else [seen]
+    other = cards.measurement(picked) != cards.measurement(seen)  # not the same attack some rounds later
+    return [seen, picked] if more and other else [seen]
 
 
 def _counts(cell: AttackCell, scale: Scale) -> bool:
@@ -76,35 +87,63 @@ def _counts(cell: AttackCell, scale: Scale) -> bool:
     return (cell.adaptive or cell.defense == "none") and usual and common
 
 
-def _threat(entry: Entry, result: dict[str, Any], scale: str) -> dict[str, Any]:
-    cell = result["cell"]
-    found = figures_of(entry, [result])
-    active = "active" in build(ATTACKS, cell["attack_text"], "attack").needs
+def _kind(cell: dict[str, Any]) -> str:
+    if "active" in build(ATTACKS, cell["attack_text"], "attack").needs:
+        return "active"
+    return "later upload" if cell["rounds"] else "first upload"
+
+
+def _threat(entry: Entry, results: Results, folder: Path, scale: str) -> dict[str, Any]:
+    cell = results[0]["cell"]
+    found = figures_of(entry, results)
     return {
-        "threat": "active" if active else "later upload" if cell["rounds"] else "first upload",
+        "threat": _kind(cell),
         "attack": cell["attack_text"],
         "adaptive": True,
+        "batch_size": cell["batch_size"],
         "ssim": found["plain_ssim"].mean,
         "blind_ssim": found["blind"].mean,
         **({"lpips": found["lpips"].mean} if "lpips" in found else {}),
         **({"identified": found["identified"].mean / 100} if "identified" in found else {}),
-        "n": result["n"],
-        "evidence": f"results/{scale}/{entry.cell.stem}_seed{result['seed']}.json",
+        "n": sum(result["n"] for result in results),
+        "evidence": _evidence(results, folder, (folder / scale).glob(f"{entry.cell.stem}_seed*.json")),
     }
 
 
-def _accuracy(defense: str, folder: Path, scale: str) -> dict[str, Any] | None:
-    chosen = SCALES[scale].train(defense)
-    bare = SCALES[scale].train("none")
-    pair = [results_of(folder, scale, Entry("", "", cell)) for cell in (chosen, bare)]
-    if not all(pair) or any(r["status"] != "finished" for results in pair for r in results):
+def _accuracy(defense: str, attacked: str, folder: Path, scale: str) -> dict[str, Any] | None:
+    """Return the accuracy of a card, with the text of what was trained where that is not what was attacked."""
+    cells = [SCALES[scale].train(name) for name in dict.fromkeys((defense, "none"))]
+    runs = [results_of(folder, scale, Entry("", "", cell)) for cell in cells]
+    if not all(runs) or any(r["status"] != "finished" for results in runs for r in results):
         return None
-    own, undefended = (sum(100 * r["accuracy"] for r in results) / len(results) for results in pair)
-    s = chosen.settings
-    setting = f"{s.model}, {s.data}, {s.rounds or s.epochs} {'rounds' if s.rounds else 'epochs'}, seeds {len(pair[0])}"
+    percents = [fmean(100 * r["accuracy"] for r in results) for results in runs]
+    s, seeds = cells[0].settings, len(runs[0])
+    trained = to_text(build(DEFENSES, s.defense, "defense"))
+    length = f"{s.rounds} rounds" if s.rounds else f"{s.epochs} epochs"
     return {
-        "percent": own,
-        "undefended_percent": undefended,
-        "setting": setting,
-        "evidence": f"results/**/{chosen.stem}_seed*.json",
+        "percent": percents[0],
+        "undefended_percent": percents[-1],
+        **({"text": trained} if trained != attacked else {}),
+        "setting": f"{s.model}, {s.data}, {length}, {seeds} seed{'' if seeds == 1 else 's'}",
+        "evidence": ", ".join(
+            _evidence(results, folder, [*_training_files(folder), *(folder / scale).glob(f"{cell.stem}_seed*.json")])
+            for cell, results in zip(cells, runs, strict=True)
+        ),
     }
+
+
+def _training_files(folder: Path) -> Iterable[Path]:
+    return (folder / "training").glob("**/*.json")  # as `trained.recorded` looks for runs
+
+
+def _evidence(results: Results, folder: Path, candidates: Iterable[Path]) -> str:
+    """Name the files that hold these results and no others.
+
+    Several seeds are one pattern where it matches nothing else, and otherwise a list of files.
+    """
+    held = [(path, store.load(path)) for path in sorted(candidates)]
+    files = [next(path for path, content in held if content == result) for result in results]
+    names = [f"results/{path.relative_to(folder).as_posix()}" for path in files]
+    pattern = names[0].rpartition("_seed")[0] + "_seed*.json"
+    together = len(files) > 1 and set(cards.files(pattern, folder)) == set(files)
+    return pattern if together else ", ".join(names)
