@@ -93,7 +93,8 @@ def _first_upload(cell: Entry) -> bool:
     """
     knows = cell["data"] == "cifar10" and (cell["adaptive"] or cell["defense"] == "none")
     other = (cell["rounds"], cell["epochs"], cell["labels"] == "inferred", cell["local_steps"] > 1, cell["one_label"])
-    return knows and cell["attack"].startswith(("ig", "gi")) and not any(other)
+    searches = cell["attack"].startswith(("ig", "gi")) and cell.get("mode", "eval") == "eval"
+    return knows and searches and not any(other)
 
 
 def floor(entry: Entry, metric: str = "ssim") -> float:

@@ -325,6 +325,35 @@ def test_an_upload_that_carries_nothing_is_not_scored(in_scratch: Path) -> None:
     assert result["waited"] == [3], "4 batches of 9 make 32 examples"
 
 
+def test_what_the_paper_leaves_open_is_a_switch(in_scratch: Path) -> None:
+    scale = replace(TINY, stand_ins={}, switches={"rounds": 1, "labels": "inferred", "mode": "train"})
+    found = {key(e.cell): e.cell for e in entries("all", scale) if isinstance(e.cell, AttackCell)}
+    assert "ig_dgp_resnet18_photos_round1_inferred_trainmode_seed0" in found
+    assert "ig+mask_dgp_resnet18_photos_round4_inferred_trainmode_seed0" in found, "what a line says itself stays"
+    assert all(cell.rounds == 0 for cell in found.values() if cell.local_steps > 1)
+    words = ["reproduce", "main", "--cells", "ig_dgp_*", "--device", "cpu", "--out", "results", "--mode"]
+    done = CliRunner().invoke(app, [*words, "train", "--rounds", "1", "--labels", "inferred"])
+    assert done.exit_code == 0, done.output
+    assert (in_scratch / "results/quick/ig_dgp_cnn6_photos_round1_inferred_trainmode_seed0.json").exists()
+    assert "mode train" in (in_scratch / "runs/reproduce/main-quick-rounds-1-labels-inferred-mode-train.md").read_text()
+    assert "mode must be" in str(CliRunner().invoke(app, [*words, "tain"]).exception)
+
+
+def test_a_client_in_training_mode_normalises_by_its_batch(in_scratch: Path) -> None:
+    model = replace(TINY, stand_ins={}, adaptive="steps=1", pictures=1)
+    place = attacked.Place(model, None, torch.device("cpu"), None)
+    sent = [attacked.prepare(model.attack("ig+mask", "none", mode=mode), place).sent[0] for mode in ("eval", "train")]
+    assert not any(torch.allclose(g, sent[1].grads[name]) for name, g in sent[0].grads.items() if "conv" in name)
+
+
+def test_a_result_from_before_a_setting_existed_had_its_default(tmp_path: Path) -> None:
+    cell = FULL.attack("ig", "dgp")
+    result = fake(cell, 0.1, 0.3)
+    result["cell"] = {name: value for name, value in result["cell"].items() if name != "mode"}
+    assert figures.is_of(result, cell)
+    assert not figures.is_of(result, replace(cell, mode="train"))
+
+
 def test_fedavg_and_chained_cells_run(in_scratch: Path) -> None:
     scale = replace(TINY, pictures=1)
     done = do(scale, in_scratch, "ig+mask_*dgp_*_local2_*") + do(scale, in_scratch, "ig+chain_dgp_*")

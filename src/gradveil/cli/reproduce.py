@@ -1,9 +1,10 @@
 """`gradveil reproduce`: the paper table by table, and the pages made of what came out."""
 
 import os
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,6 +14,7 @@ from ..reproduce import NAMES, SCALES, Outcome, Session, run
 from ..reproduce.cells import key
 from ..reproduce.pages import PLOTS, plot_names, plots_of, render_table
 from ..reproduce.pages import render as make_page
+from ..reproduce.scales import Scale
 from ..reproduce.tables import TABLES
 from ..reproduce.view import page as make_view
 from ..reproduce.weights import RUNS
@@ -26,6 +28,9 @@ app.add_typer(group, name="reproduce")
 
 Folder = Annotated[Path, typer.Option("--out", "-o", help="Where results lie; what is there is not run again.")]
 Root = Annotated[str | None, typer.Option(help="Where the dataset's files lie.")]
+Rounds = Annotated[int | None, typer.Option(min=0, help="Attack after so many earlier rounds of error feedback.")]
+Labels = Annotated[str | None, typer.Option(help="given to the attacker, or inferred by it.")]
+Mode = Annotated[str | None, typer.Option(help="eval or train: the clients' BatchNorm.")]
 ScaleName = Annotated[str, typer.Option("--scale", help="quick: minutes on a CPU. full: the paper's, on a GPU.")]
 STYLES = {
     "done": "green",
@@ -57,12 +62,15 @@ def _command(name: str) -> None:
                 formats=["%Y-%m-%d", "%Y-%m-%dT%H:%M"], help="Run attacks and costs recorded before (UTC) again."
             ),
         ] = None,
+        rounds: Rounds = None,
+        labels: Labels = None,
+        mode: Mode = None,
         dry: Annotated[bool, typer.Option("--dry", help="Only list the cells.")] = False,
     ) -> None:
         pick_device(device)  # a device that is not there is one line, not a failure of each cell
         numbers = _numbers(seeds)
         session = Session(
-            scale=SCALES[_known(scale)],
+            scale=_with_switches(scale, rounds=rounds, labels=labels, mode=mode),
             folder=folder,
             root=root,
             device=device,
@@ -88,7 +96,8 @@ def _command(name: str) -> None:
         if count["untrained"]:
             out.print("missing trainings are run here with --train, or alone by the commands above")
         if not dry:
-            page = RUNS / f"{name}-{scale}.md"
+            switched = [f"{word}-{value}" for word, value in session.scale.switches.items()]
+            page = RUNS / ("-".join([name, scale, *switched]) + ".md")
             page.parent.mkdir(parents=True, exist_ok=True)
             strips = os.path.relpath(folder / scale, page.parent)
             page.write_text(render_table(name, session.scale, folder, strips), encoding="utf-8")
@@ -111,12 +120,16 @@ def view(
     root: Root = None,
     folder: Folder = Path("results"),
     page: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/reproduce/view.html"),
+    rounds: Rounds = None,
+    labels: Labels = None,
+    mode: Mode = None,
 ) -> None:
     """Show reconstructions beside the originals, which come from your own copy of the data."""
     if name not in NAMES:
         raise ValueError(f"name must be one of {', '.join(NAMES)}, got {name!r}")
+    text = make_view(name, _with_switches(scale, rounds=rounds, labels=labels, mode=mode), folder, root)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(make_view(name, SCALES[_known(scale)], folder, root), encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
     out.print(f"The page: {page.resolve().as_uri()}", highlight=False, soft_wrap=True)
 
 
@@ -152,6 +165,10 @@ def _tell(outcome: Outcome, done: int, total: int) -> None:
 def _list(outcome: Outcome, done: int, total: int) -> None:
     status = "to do" if outcome.status == "no time" else outcome.status
     out.print(f"{done:>3}/{total} {status:<9} {key(outcome.cell)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _with_switches(scale: str, **switches: Any) -> Scale:
+    return replace(SCALES[_known(scale)], switches={word: v for word, v in switches.items() if v is not None})
 
 
 def _known(scale: str) -> str:

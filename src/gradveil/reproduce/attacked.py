@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import Literal
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ def joins(one: AttackCell, other: AttackCell) -> bool:
 
     def rules(cell: AttackCell) -> tuple[object, ...]:
         where = (cell.model, cell.data, cell.seed, cell.epochs)
-        return (cell.attack_text, cell.adaptive, *where, cell.batch_size, cell.labels, cell.local_steps)
+        return (cell.attack_text, cell.adaptive, *where, cell.batch_size, cell.labels, cell.local_steps, cell.mode)
 
     return rules(one) == rules(other) and isinstance(build(ATTACKS, one.attack_text, "attack"), GradientMatching)
 
@@ -124,7 +125,8 @@ def _subject(
         device=place.device,
     )
     places = list(range(cell.pictures))
-    return subject, ColumnInfo(_column(cell), "eval", cell.batch_size, cell.rounds, places, {})
+    mode: Literal["eval", "train"] = "train" if cell.mode == "train" else "eval"
+    return subject, ColumnInfo(_column(cell), mode, cell.batch_size, cell.rounds, places, {})
 
 
 def _column(cell: AttackCell) -> Column:
@@ -140,7 +142,7 @@ def client_name(cell: AttackCell, index: int) -> str:
 def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
     """Return first-round uploads of clients that take several local steps on one batch."""
     defense, data = subject.defenses[cell.defense], subject.victims
-    model = defense.prepare_model(copy.deepcopy(subject.model)).to(subject.device).eval()
+    model = defense.prepare_model(copy.deepcopy(subject.model)).to(subject.device).train(cell.mode == "train")
     sent = []
     for i, group in enumerate(torch.arange(cell.pictures).split(cell.batch_size)):
         batch = data.batch(group, subject.device)

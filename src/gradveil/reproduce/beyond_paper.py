@@ -8,6 +8,7 @@ from .scales import ADAPTED, Scale
 
 ROUNDS = (1, 4)  # every round of every client is really sent, which costs more than the attack
 ALPHAS = (0.5, 0.1)
+TRAINING = {"mode": "train"}
 EASED_DEEP = (0, 10)  # epochs of ResNet18 at which our own schedule is tried: it does not lead there
 SPREAD_MODEL = "cnn6"  # thirteen trainings: ResNet18 takes five times as long
 
@@ -59,6 +60,8 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
 def _settings(scale: Scale, seed: int) -> Iterator[Entry]:
     for model in ("resnet18", "lenet") if scale.name == "full" else ("resnet18",):
         for part, label, attack, defense, fields in _other_settings(scale):
+            if fields == TRAINING and model == "lenet":
+                continue  # it has no BatchNorm
             if attack == "ig+eased" and model == "resnet18" and fields["epochs"] not in EASED_DEEP:
                 continue
             yield Entry(part, f"{model}, {label}", scale.attack(attack, defense, model, seed=seed, **fields))
@@ -79,6 +82,8 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
         for attack in ("ig", "ig+mask"):
             part = "Labels inferred instead of given"
             yield part, f"{defense}, {attack}", attack, defense, {"labels": "inferred"}
+    for defense in ("none", "dgp", "hardened1"):
+        yield "Clients in training mode: BatchNorm by the batch's own statistics", defense, "ig+mask", defense, TRAINING
     for defense in ("none", "dgp", "adgp", "hardened1"):
         for epochs in (0, *scale.epochs):
             label = f"{defense}, after {epochs} epoch{'' if epochs == 1 else 's'}"

@@ -17,7 +17,7 @@ class AttackCell:
     """One attacker against one defense on one model.
 
     What the paper leaves open is a field: `labels` given or inferred, `rounds` of error feedback behind the attacked
-    upload, `epochs` the attacked model was trained for (0: freshly initialised).
+    upload, `epochs` the attacked model was trained for (0: freshly initialised), the `mode` of the client's BatchNorm.
     """
 
     attack: str  # the name in tables
@@ -35,11 +35,13 @@ class AttackCell:
     epochs: int = 0
     local_steps: int = 1
     one_label: bool = False  # all pictures of a batch share their label, as a client with skewed data may have it
+    mode: str = "eval"
 
     def __post_init__(self) -> None:
         check.at_least(1, pictures=self.pictures, batch_size=self.batch_size, local_steps=self.local_steps)
         check.at_least(0, rounds=self.rounds, epochs=self.epochs, seed=self.seed)
         check.one_of(("given", "inferred"), labels=self.labels)
+        check.one_of(("eval", "train"), mode=self.mode)
         if self.pictures % self.batch_size:
             raise ValueError(f"pictures must fill whole batches of {self.batch_size}, got {self.pictures}")
 
@@ -54,6 +56,7 @@ class AttackCell:
             f"epochs{self.epochs}": self.epochs,
             f"local{self.local_steps}": self.local_steps > 1,
             "onelabel": self.one_label,
+            "trainmode": self.mode == "train",
         }
         names = [self.attack, self.defense, _word(self.model), self.data]
         return "_".join(names + [name for name, wanted in extras.items() if wanted])

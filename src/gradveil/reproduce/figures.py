@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 from functools import cache
 from importlib import resources
@@ -51,7 +51,9 @@ def is_of(result: dict[str, Any], cell: AttackCell | CostCell) -> bool:
     """Say whether a result is of this cell as it is defined now, but for its seed."""
     if isinstance(cell, AttackCell) and store.plain(completed(result["definition"])) != store.plain(definition(cell)):
         return False
-    return all(result["cell"].get(name) == value for name, value in vars(cell).items() if name != "seed")
+    older = {field.name: field.default for field in fields(cell)}  # what came later had its default
+    recorded = {**older, **result["cell"]}
+    return all(recorded[name] == value for name, value in vars(cell).items() if name != "seed")
 
 
 def figures_of(entry: Entry, results: list[dict[str, Any]]) -> dict[str, Figure]:

@@ -82,9 +82,9 @@ def _counts(cell: AttackCell, scale: Scale) -> bool:
 
     Without a defense there is nothing to know, so every attacker counts.
     """
-    usual = cell.labels == "given" and cell.local_steps == 1 and not (cell.epochs or cell.one_label)
+    unusual = cell.epochs or cell.one_label or cell.mode == "train" or cell.local_steps > 1 or cell.labels != "given"
     common = cell.model == scale.stand_ins.get(MODEL, MODEL) and cell.data == scale.data
-    return (cell.adaptive or cell.defense == "none") and usual and common
+    return (cell.adaptive or cell.defense == "none") and common and not unusual
 
 
 def _kind(cell: dict[str, Any]) -> str:

@@ -39,6 +39,7 @@ gradveil reproduce render                                  # this page, from res
 ([where](dependencies.md)). `--dry` lists the cells, `--cells` picks some, `--minutes` stops in time: what is recorded
 is not run again, and an attack or a training that was stopped goes on where it stopped. On an H200 IG takes 40 s for 20
 pictures on ResNet18, and 100 epochs of training 150 s. Quick results go to `results/quick`, which is not kept here.
+What the paper leaves open is set for a whole table by `--rounds`, `--labels` and `--mode`.
 
 ## How to read this page
 
@@ -55,9 +56,8 @@ pictures on ResNet18, and 100 epochs of training 150 s. Quick results go to `res
 - **min, max**: of each seed's pictures, then the mean over the seeds. **n**: pictures of all seeds together.
 - **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed.
 - Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
-  the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with trained
-  models, inferred labels and later uploads stand under [beyond](#beyond). A client in training mode is what `gradveil
-  audit` attacks in its realistic column. Uploads without content are never scored.
+  the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
+  values stand under [beyond](#beyond). Uploads without content are never scored.
 - A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
   dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
 - CIFAR-10 is the original, known by its digest. Results on other copies stand apart, at the end.

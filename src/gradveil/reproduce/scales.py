@@ -1,6 +1,6 @@
 """The two scales: the paper's settings, and small ones that show in minutes on a CPU that every table runs."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..training import Settings
@@ -62,14 +62,16 @@ class Scale:
     cost: dict[str, int]
     deep_side: int  # of the pictures for the cost of deep models
     generator: dict[str, int] | None  # settings of a throw-away generator for GGL; None: the recorded one
+    switches: dict[str, Any] = field(default_factory=dict)  # what the paper leaves open, where a line does not say it
 
     @property
     def explained(self) -> str:
         """The note, and what stands for what the headings name."""
+        note = ", ".join([self.note, *(f"{name} {value}" for name, value in self.switches.items())])
         if not self.stand_ins:
-            return f"{self.note}."
+            return f"{note}."
         models = ", ".join(f"{used} in place of {meant}" for meant, used in self.stand_ins.items())
-        return f"{self.note}. Whatever the headings say: {models}, {self.data} in place of CIFAR."
+        return f"{note}. Whatever the headings say: {models}, {self.data} in place of CIFAR."
 
     def attack(self, attack: str, defense: str, model: str = "resnet18", **fields: Any) -> AttackCell:
         """Return the cell of an attacker by its name in tables."""
@@ -84,6 +86,9 @@ class Scale:
         elif attack == "ig+chain" or fields.get("local_steps", 1) > 1:
             count = self.dear_pictures
         fields.setdefault("data", self.data)
+        for name, value in self.switches.items():
+            if name != "rounds" or "local_steps" not in fields:  # FedAvg clients are attacked at their first upload
+                fields.setdefault(name, value)
         return AttackCell(
             attack=attack,
             attack_text=text.format(**vars(self)),
