@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +61,11 @@ ACCURACY: Fields = {
 BYTES: Fields = {"up": (NUMBER, True), "dense": (NUMBER, True)}
 
 
-def problems(card: Any) -> list[str]:
+def problems(card: Any, today: date | None = None) -> list[str]:
     """Return everything that is wrong with a card; an empty list means that it can be shown.
 
-    The card is data from somebody else: nothing it names is imported, and unknown fields are refused.
+    The card is data from somebody else: nothing it names is imported, and unknown fields are refused. With `today` its
+    date must not lie in the future; pages are made without, lest they depend on a machine's clock.
     """
     if not isinstance(card, dict):
         return ["a card is a JSON object"]
@@ -75,15 +76,17 @@ def problems(card: Any) -> list[str]:
     threats = card.get("threats")
     for i, threat in enumerate(threats if isinstance(threats, list) else []):
         found += _shape(threat, THREAT, f"threats[{i}]") if isinstance(threat, dict) else [f"threats[{i}]: an object"]
-    return found or [*_values(card, "card"), *_meaning(card)]
+    return found or [*_values(card, "card"), *_meaning(card), *_date_problems(card["date"], today)]
 
 
-def problems_together(found: Mapping[Path, Any], results: Path | None) -> dict[Path, list[str]]:
+def problems_together(
+    found: Mapping[Path, Any], results: Path | None, today: date | None = None
+) -> dict[Path, list[str]]:
     """Return for each card everything that is wrong with it, alone, beside the others and in its evidence.
 
     Evidence that begins with `results/` must be there, in the folder `results`; without a folder nobody looks.
     """
-    wrong = {path: problems(card) for path, card in found.items()}
+    wrong = {path: problems(card, today) for path, card in found.items()}
     fit = {path: card for path, card in found.items() if not wrong[path]}
     named: dict[tuple[str, str], list[Path]] = {}
     for path, card in fit.items():
@@ -168,20 +171,19 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _date_problems(text: str) -> list[str]:
+def _date_problems(text: str, today: date | None) -> list[str]:
     try:
         day = date.fromisoformat(text)
     except ValueError:
         day = None
     if day is None or day.isoformat() != text:
         return ["card: date must look like 2026-01-31"]
-    latest = datetime.now(UTC).date() + timedelta(days=1)  # east of Greenwich it may be tomorrow already
-    return [] if day <= latest else ["card: date must not lie in the future"]
+    late = today is not None and day > today + timedelta(days=1)  # east of Greenwich it may be tomorrow already
+    return ["card: date must not lie in the future"] if late else []
 
 
 def _meaning(card: Mapping[str, Any]) -> list[str]:
     found = [] if card["schema"] == SCHEMA else [f"card: schema must be {SCHEMA}"]
-    found += _date_problems(card["date"])
     found += [f"setting: {name} must be at least 1" for name in ("batch_size", "pictures") if card["setting"][name] < 1]
     found += _known_text(card["text"], DEFENSES, "defense")
     seen: dict[tuple[Any, ...], int] = {}
