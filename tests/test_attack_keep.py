@@ -74,7 +74,7 @@ def test_what_was_kept_of_something_else_is_not_used(spoil: str, tmp_path: Path)
     assert torch.equal(found[0], minimise(bowl, begin, how)[0][0])
 
 
-def test_nothing_is_written_unless_somebody_asks_or_for_a_short_search(tmp_path: Path) -> None:
+def test_a_short_search_writes_nothing(tmp_path: Path) -> None:
     with keep(tmp_path / "short"):
         minimise(bowl, start(), HOW)
     assert not (tmp_path / "short").exists()

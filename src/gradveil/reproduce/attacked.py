@@ -5,7 +5,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Literal
 
 import torch
 from torch import nn
@@ -125,8 +124,7 @@ def _subject(
         device=place.device,
     )
     places = list(range(cell.pictures))
-    mode: Literal["eval", "train"] = "train" if cell.mode == "train" else "eval"
-    return subject, ColumnInfo(_column(cell), mode, cell.batch_size, cell.rounds, places, {})
+    return subject, ColumnInfo(_column(cell), cell.mode, cell.batch_size, cell.rounds, places, {})
 
 
 def _column(cell: AttackCell) -> Column:

@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from .. import check
 from ..attacks import ATTACKS
@@ -35,7 +35,7 @@ class AttackCell:
     epochs: int = 0
     local_steps: int = 1
     one_label: bool = False  # all pictures of a batch share their label, as a client with skewed data may have it
-    mode: str = "eval"
+    mode: Literal["eval", "train"] = "eval"
 
     def __post_init__(self) -> None:
         check.at_least(1, pictures=self.pictures, batch_size=self.batch_size, local_steps=self.local_steps)

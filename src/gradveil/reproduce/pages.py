@@ -37,9 +37,10 @@ gradveil reproduce render                                  # this page, from res
 
 `DATA` holds `cifar-10-batches-bin`, the published binary version. LPIPS needs its published weights
 ([where](dependencies.md)). `--dry` lists the cells, `--cells` picks some, `--minutes` stops in time: what is recorded
-is not run again, and an attack or a training that was stopped goes on where it stopped. On an H200 IG takes 40 s for 20
-pictures on ResNet18, and 100 epochs of training 150 s. Quick results go to `results/quick`, which is not kept here.
-What the paper leaves open is set for a whole table by `--rounds`, `--labels` and `--mode`.
+is not run again, and a search (IG, GI) or a training that was stopped goes on where it stopped; other attacks begin
+their cell anew. On an H200 IG takes 40 s for 20 pictures on ResNet18, and 100 epochs of training 150 s. Quick results
+go to `results/quick`, which is not kept here. What the paper leaves open is set for a whole table by `--rounds`,
+`--labels` and `--mode`.
 
 ## How to read this page
 
