@@ -12,7 +12,7 @@ from .imitation import Behaviour, Understanding, flat, forgets, understand, with
 
 LOOKS_PRUNED = 0.4  # share of exact zeros in the middle tensor from which an upload counts as pruned
 BIG_ENOUGH = 20  # tensors below this say little about a share of zeros
-STALE = 0.3  # weight of an entry that may hold older batches, beside one that cannot
+STALE = 0.1  # weight of an entry that may hold older batches, beside one that cannot
 
 Response = Callable[[Tensor], Tensor]  # an own gradient [P] -> what the client would have sent of it
 
