@@ -70,3 +70,10 @@ def test_statistics_gap_is_zero_for_the_layer_s_own_data(rng):
     mean, var = x[0].mean((0, 2, 3)), x[0].var((0, 2, 3), unbiased=False)
     assert float(objectives.statistics_gap(x, mean, var)) < 1e-5
     assert float(objectives.statistics_gap(x + 1, mean, var)) == pytest.approx(2.0, rel=1e-4)
+
+
+def test_a_long_gradient_fits_itself():
+    # Added up one by one in float32, ten million squares fall short by some thousandths.
+    long = torch.randn(1, 12_000_000, generator=torch.Generator().manual_seed(0))
+    assert abs(float(objectives.cosine(long, long))) < 1e-5
+    assert float(objectives.length_of(long)) == pytest.approx(float(long.double().norm()), rel=1e-6)

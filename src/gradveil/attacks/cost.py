@@ -40,7 +40,7 @@ class Comparison:
     def __init__(self, targets: Sequence[Target], terms: Terms) -> None:
         self.terms = terms
         self.sent = torch.stack([t.sent for t in targets])
-        self.length = torch.linalg.vector_norm(self.sent, dim=1)
+        self.length = objectives.length_of(self.sent)
         self.weight = _stack([t.weight for t in targets], 1.0, self.sent)
         self.responses = [t.response for t in targets]
         self.masked = torch.tensor([t.weight is not None for t in targets], device=self.sent.device)[:, None]

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from ..select import gpu
 
 FLOOR = 1e-8  # of every length in a denominator: a defense that sends only zeros must not give NaN
+BLOCK = 2**16  # numbers whose squares are added up in float32: over 10^7, on a CPU, that misses some of the sum
 
 
 class _Sums(torch.autograd.Function):
@@ -33,7 +34,7 @@ class _Sums(torch.autograd.Function):
         if distance:
             square = (seen - sent).square().sum(1)
             return torch.stack([square, torch.zeros_like(square)], 1)
-        return torch.stack([(seen * sent).sum(1), torch.linalg.vector_norm(seen, dim=1).square()], 1)
+        return torch.stack([(seen * sent).sum(1), length_of(seen).square()], 1)
 
     @staticmethod
     @once_differentiable
@@ -59,6 +60,13 @@ def _sums(mine: Tensor, sent: Tensor, weight: Tensor | None, distance: bool) -> 
     return found
 
 
+def length_of(rows: Tensor) -> Tensor:
+    """Return the Euclidean length of every row, to float32's last digits however long they are."""
+    parts = [torch.linalg.vector_norm(part, dim=1) for part in rows.split(BLOCK, 1)]
+    length: Tensor = torch.linalg.vector_norm(torch.stack(parts, 1), dim=1)
+    return length
+
+
 def cosine(mine: Tensor, sent: Tensor, length: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
     """Return 1 - the cosine of the angle between the rows of `weight * mine` and `sent`, over all tensors together.
 
@@ -70,7 +78,7 @@ def cosine(mine: Tensor, sent: Tensor, length: Tensor | None = None, weight: Ten
     tensor([0.])
     """
     cross, square = _sums(mine, sent, weight, False).unbind(1)
-    known: Tensor = torch.linalg.vector_norm(sent, dim=1) if length is None else length
+    known = length_of(sent) if length is None else length
     return 1 - cross / (_root(square) * known.clamp_min(FLOOR))
 
 
