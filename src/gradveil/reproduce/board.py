@@ -27,8 +27,8 @@ How to read the table:
 - **Scores.** SSIM, the mean over `n` pictures of all recorded seeds: 1 is a copy, "blind" is what the best guess
   reaches that never looks at the upload. "identified" is how often the private picture is the nearest of 100 or so, by
   whichever recorded attack does that best. The column "setting" has the batch size, unless the cell names another. ATS
-  is scored against the picture as ATS changed it, which is no less private. Of our cards, the search for 8 by 8 pixels
-  was run at first uploads only: a lower score later does not mean that later uploads are safer.
+  is scored against the picture as ATS changed it, which is no less private. Fewer attacks were run on later uploads
+  than on first ones: a lower score later does not mean that later uploads are safer.
 - **What was attacked** is the text under the name. `hardened` by default mixes 32 examples before it sends; here it
   sends each alone, the harder case. Outpost's gate is open: shut, it defends nothing.
 - **Order.** By the number of threats lost, fewest first. A threat is lost if SSIM reaches {ssim} above blind, if
