@@ -94,10 +94,10 @@ RECORDED_NOTES = {  # of the recorded runs at full scale, not of the tables
     "two CPU cores, where single rows vary by a factor of two: they compare within LeNet.",
     "GGL with a generator of our own": "Behind DGP the search finds more than behind the raw gradient. That this is "
     "because DGP takes away the largest entries, which say more about the label than about the picture, is a guess.",
-    "Clients in training mode: BatchNorm by the batch's own statistics": "Without a defense nothing is found either, so "
-    "these lines say what the attacker cannot do, and nothing for any defense. With one picture in a batch the gradient "
-    "of the deep layers turns with every small change of the picture (the search ends at a cosine distance of 0.7), "
-    "and this descent does not get near.",
+    "Clients in training mode: BatchNorm by the batch's own statistics": "Without a defense nothing is found either: "
+    "these lines say what the attacker cannot do, and nothing for any defense. With one picture in a batch the "
+    "gradient of the deep layers turns with every small change of the picture (the search ends at a cosine distance "
+    "of 0.7), and this descent does not get near.",
     "Accuracy under Dirichlet partitions": "Why DGP and ADGP diverge: "
     "[users whose data differ](training.md#users-whose-data-differ).",
     "Accuracy, CIFAR-100": "Training takes all of CIFAR-100, of which only a part was at hand; the same runs on "
