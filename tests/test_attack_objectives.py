@@ -73,7 +73,7 @@ def test_statistics_gap_is_zero_for_the_layer_s_own_data(rng):
 
 
 def test_a_long_gradient_fits_itself():
-    # Added up one by one in float32, ten million squares fall short by some thousandths.
+    # Added up one by one in float32, ten million squares fall short by a thousandth.
     long = torch.randn(1, 12_000_000, generator=torch.Generator().manual_seed(0))
     assert abs(float(objectives.cosine(long, long))) < 1e-5
     assert float(objectives.length_of(long)) == pytest.approx(float(long.double().norm()), rel=1e-6)
