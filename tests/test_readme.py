@@ -75,6 +75,8 @@ ATTACKED = {
     "the same, an attacker who also uses the band": "ig+band_dgp",
     "the same, a generator searched: GGL": "ggl_dgp",
     "ADGP, first round": "ig+mask_adgp",
+    "ADGP, after 4 rounds of other pictures": "ig+mask_adgp_round4",
+    "ADGP, a generator searched: GGL": "ggl_adgp",
     "Outpost, its gate open": "ig+mask_outpost",
     "Soteria": "ig+mask_soteria",
     "PRECODE": "ig+mask_precode",
@@ -86,6 +88,7 @@ ATTACKED = {
     "published DGP, after 1 round of other pictures": "ig+mask_dgp_round1",
     "published DGP, after 4 rounds of other pictures": "ig+mask_dgp_round4",
     "the same, after 1 round of other pictures": "ig+coarse_hardened1_round1",
+    "the same, after 4 rounds of other pictures": "ig+coarse_hardened1_round4",
 }
 
 
@@ -100,7 +103,7 @@ def test_what_an_attacker_gets_who_knows_the_defense_is_recorded(label: str, cel
 
 @pytest.mark.parametrize(
     ("label", "defense"),
-    [("raw gradient", "none"), ("published DGP", "dgp"), ("`hardened` without mixing", "hardened1")],
+    [("raw gradient", "none"), ("published DGP", "dgp"), ("ADGP", "adgp"), ("`hardened` without mixing", "hardened1")],
 )
 def test_what_trained_models_give_away_is_recorded(label: str, defense: str) -> None:
     def shown(after: str) -> str:

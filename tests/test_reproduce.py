@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from gradveil import data, paper
+from gradveil import data, paper, tree
 from gradveil.attacks import ATTACKS
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.core import Batch, Reconstruction
@@ -51,6 +51,8 @@ from gradveil.reproduce.entry import Entry
 from gradveil.reproduce.figures import Figure
 from gradveil.reproduce.pictures import victims
 from gradveil.spec import build
+from gradveil.training import load_checkpoint
+from gradveil.training.run import CHECKPOINT
 
 QUICK, FULL = SCALES["quick"], SCALES["full"]
 TINY = replace(QUICK, match="steps=4, tv=0.05", pictures=2)
@@ -368,6 +370,9 @@ def test_a_trained_model_is_trained_once_and_gone_on_from(in_scratch: Path) -> N
     assert [name.rpartition("_")[2] for name in runs] == ["epochs1", "epochs2"]
     results = [json.loads((in_scratch / "runs/reproduce" / n / "result.json").read_text()) for n in runs]
     assert results[1]["rounds_done"] == 2 * results[0]["rounds_done"]
+    for outcome, name in zip(outcomes, runs, strict=True):  # each result names the weights that were attacked
+        kept = load_checkpoint(in_scratch / "runs/reproduce" / name / CHECKPOINT).model
+        assert store.load(store.path_of(in_scratch, "quick", outcome.cell))["weights"] == tree.digest(kept)
 
 
 # Accuracies

@@ -1,5 +1,6 @@
 """Functions on named tensors."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -70,6 +71,19 @@ def weighted_mean(trees: Sequence[Tensors], weights: Sequence[float]) -> Tensors
         for name in out:
             out[name] = out[name].add_(tree[name], alpha=weight / total)
     return out
+
+
+def digest(tensors: Tensors) -> str:
+    """Return the first 16 hex digits of a SHA-256 over names, types, shapes and numbers.
+
+    >>> digest({"w": torch.zeros(1)}) == digest({"w": torch.ones(1)})
+    False
+    """
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
 
 
 def require_finite(tensors: Tensors) -> None:

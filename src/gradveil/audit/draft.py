@@ -1,16 +1,12 @@
 """A report before the first attack, when it goes on, and what is added to it at the end."""
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any
 
-import torch
-
-from .. import record
-from ..core import Tensors
+from .. import record, tree
 from ..errors import ConfigError
 from ..metrics import METRICS
 from ..spec import to_spec, to_text
@@ -63,20 +59,12 @@ def digests(subject: Subject) -> dict[str, str]:
     """Return what tells the weights and pictures of an audit from others that bear the same names."""
     residuals = {f"{name}.{key}": t for name, state in subject.residuals.items() for key, t in state.items()}
     return {
-        "weights": _digest(subject.model.state_dict()),
+        "weights": tree.digest(subject.model.state_dict()),
         "pictures under attack": subject.victims.digest,
         "client's other pictures": subject.private.digest,
         "public pictures": subject.public.digest,
-        "client's residuals": _digest(residuals),
+        "client's residuals": tree.digest(residuals),
     }
-
-
-def _digest(tensors: Tensors) -> str:
-    found = hashlib.sha256()
-    for name, tensor in sorted(tensors.items()):
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def require_same(before: Mapping[str, str], now: Mapping[str, str]) -> None:

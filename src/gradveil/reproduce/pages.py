@@ -90,14 +90,17 @@ NOTES = {
 RECORDED_NOTES = {  # of the recorded runs at full scale, not of the tables
     "Rob on ResNet18": "Behind Outpost Rob finds little whether it is told or not; a layer planted against noise finds "
     "the pictures: [spotlight](#a-planted-layer-of-which-a-quarter-fires-all-for-one-picture-the-client-has-no-guard).",
-    "Communication and computation": "The seconds of Soteria on CNN6, ResNet18 and VGG11 are of an H200, all others of "
-    "two CPU cores, where single rows vary by a factor of two: they compare within LeNet.",
+    "Communication and computation": "The seconds are those spent between gradient and encoding, on one H200 (without "
+    "a defense: a look whether all numbers are finite). Soteria on LeNet was timed on two CPU cores and compares with "
+    "no other row.",
     "GGL with a generator of our own": "Behind DGP the search finds more than behind the raw gradient. That this is "
     "because DGP takes away the largest entries, which say more about the label than about the picture, is a guess.",
     "Clients in training mode: BatchNorm by the batch's own statistics": "Without a defense nothing is found either: "
     "these lines say what the attacker cannot do, and nothing for any defense. With one picture in a batch the "
     "gradient of the deep layers turns with every small change of the picture (the search ends at a cosine distance "
     "of 0.7), and this descent does not get near.",
+    "Trained models": "Weights are trained undefended where the attack runs, and not kept: on ResNet18 lines of other "
+    "commits were attacked on models trained again by the same recipe.",
     "Accuracy under Dirichlet partitions": "Why DGP and ADGP diverge: "
     "[users whose data differ](training.md#users-whose-data-differ).",
     "Accuracy, CIFAR-100": "Training takes all of CIFAR-100, of which only a part was at hand; the same runs on "

@@ -33,6 +33,7 @@ def report(case: Case, found: Sequence[Reconstruction], place: Place, strip: Pat
     return {
         "definition": definition(cell),
         "digests": {"test": data.digest} | ({"train": _train_digest(cell, root)} if cell.epochs else {}),
+        "weights": tree.digest(case.seen[0].model.state_dict()),  # trained again, on a GPU say, they may differ
         "sizes": {"test": len(data), "train": len(load_split(cell.data, "train", root))},
         "attack_used": to_text(case.attack),
         "n": cell.pictures,
