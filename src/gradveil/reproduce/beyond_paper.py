@@ -9,7 +9,7 @@ from .scales import ADAPTED, Scale
 ROUNDS = (1, 4)  # every round of every client is really sent, which costs more than the attack
 ALPHAS = (0.5, 0.1)
 TRAINING = {"mode": "train"}
-EASED_DEEP = (0, 10)  # epochs of ResNet18 at which our own schedule is tried: it does not lead there
+EASED_DEEP = (0, 10)  # epochs of ResNet18 at which our own schedule is tried: it hardly leads there
 SPREAD_MODEL = "cnn6"  # thirteen trainings: ResNet18 takes five times as long
 
 
