@@ -49,6 +49,17 @@ def test_accuracies_and_uploads_are_the_recorded_ones() -> None:
         assert figure in README.read_text()
 
 
+@pytest.mark.parametrize("model", ["VGG11", "CNN6", "LeNet"])
+def test_accuracies_of_other_models_are_the_recorded_ones(model: str) -> None:
+    def shown(defense: str) -> str:
+        name = f"train_{defense}_{model.lower()}_cifar10_seed0.json"
+        (file,) = [RESULTS / folder / name for folder in ("full", "training") if (RESULTS / folder / name).exists()]
+        return f"{100 * json.loads(file.read_text())['accuracy']:.2f} %"
+
+    row = " | ".join([model, *map(shown, ("none", "dgp", "adgp", "dgp-nofeedback", "hardened"))])
+    assert f"| {row} |" in (DOCS / "hardened.md").read_text()
+
+
 def _scores(cell: str, metric: str, setting: str = "", seed: str = "*") -> list[float]:
     """Return what an attack scored with all seeds; of what the client trained on, where its defense changes it."""
     files = sorted((RESULTS / "full").glob(f"{cell}_cifar10{setting}_seed{seed}.json"))
