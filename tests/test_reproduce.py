@@ -5,6 +5,7 @@ import io
 import json
 import math
 import re
+from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from fnmatch import fnmatch
@@ -25,6 +26,7 @@ from gradveil.core import Batch, Reconstruction
 from gradveil.data.cifar import LAYOUTS
 from gradveil.defenses import DEFENSES
 from gradveil.errors import ConfigError, NeedError
+from gradveil.gradients import local_update
 from gradveil.reproduce import (
     SCALES,
     Session,
@@ -127,7 +129,7 @@ def test_beyond_has_the_attackers_and_settings_the_paper_leaves_out() -> None:
     assert {"ig+mask", "gi+mask", "ig+band", "ig+chain", "rob+fit", "rgap+mask"} <= names
     assert {c.attack for c in found if c.defense == "adgp"} >= {"ig", "gi", "rob", "rgap", "ig+mask", "ig+band"}
     assert {c.epochs for c in found} == {0, 1, 10, 100}
-    assert any(c.local_steps > 1 for c in found)
+    assert {c.in_turn for c in found if c.local_steps > 1} == {True, False}
     assert any(c.labels == "inferred" for c in found)
     assert any(c.rounds for c in found)
     alphas = {e.cell.settings.alpha for e in entries("beyond", FULL) if isinstance(e.cell, TrainingCell)}
@@ -360,6 +362,21 @@ def test_fedavg_and_chained_cells_run(in_scratch: Path) -> None:
     scale = replace(TINY, pictures=1)
     done = do(scale, in_scratch, "ig+mask_*dgp_*_local2_*") + do(scale, in_scratch, "ig+chain_dgp_*")
     assert [o.status for o in done] == ["done"] * 3, [o.note for o in done]
+
+
+def test_local_steps_in_turn_take_a_picture_each_and_the_attacker_knows(in_scratch: Path) -> None:
+    cell = TINY.attack("ig+mask", "none", "lenet", batch_size=2, local_steps=2, in_turn=True)
+    case = attacked.prepare(cell, attacked.Place(TINY, None, torch.device("cpu"), None))
+    assert case.attack.split
+    seen, (inputs, labels) = case.seen[0], case.sent[0].batch
+    steps = [Batch(inputs[i : i + 1], labels[i : i + 1]) for i in range(2)]
+    update = local_update(deepcopy(seen.model), seen.loss_fn, steps, attacked.LOCAL_RATE)
+    for name, sent in case.sent[0].grads.items():
+        torch.testing.assert_close(sent, update[name])
+    swapped = local_update(deepcopy(seen.model), seen.loss_fn, steps[::-1], attacked.LOCAL_RATE)
+    assert not all(torch.equal(sent, swapped[name]) for name, sent in case.sent[0].grads.items())
+    with pytest.raises(ValueError, match="shared out"):
+        replace(cell, local_steps=3)
 
 
 def test_a_trained_model_is_trained_once_and_gone_on_from(in_scratch: Path) -> None:

@@ -16,7 +16,7 @@ from ..audit.clients import Sent
 from ..audit.plan import Plan, Subject
 from ..audit.report import Column, ColumnInfo
 from ..capture import full_precision
-from ..core import Attack, Masks, Observation, Reconstruction
+from ..core import Attack, Batch, Masks, Observation, Reconstruction
 from ..data import Dataset
 from ..defenses import DEFENSES
 from ..errors import NeedError
@@ -64,7 +64,8 @@ def joins(one: AttackCell, other: AttackCell) -> bool:
 
     def rules(cell: AttackCell) -> tuple[object, ...]:
         where = (cell.model, cell.data, cell.seed, cell.epochs)
-        return (cell.attack_text, cell.adaptive, *where, cell.batch_size, cell.labels, cell.local_steps, cell.mode)
+        steps = (cell.local_steps, cell.in_turn)
+        return (cell.attack_text, cell.adaptive, *where, cell.batch_size, cell.labels, *steps, cell.mode)
 
     return rules(one) == rules(other) and isinstance(build(ATTACKS, one.attack_text, "attack"), GradientMatching)
 
@@ -76,6 +77,8 @@ def prepare(cell: AttackCell, place: Place) -> Case:
     started = time.monotonic()
     data, chosen = victims(cell, place.root)
     attack = build(ATTACKS, cell.attack_text, "attack")
+    if cell.in_turn and isinstance(attack, GradientMatching):
+        attack = replace(attack, split=True)
     subject, column = _subject(cell, place, data, chosen, attack)
     defense = subject.defenses[cell.defense]
     attack = attack.fitted(defense if cell.adaptive else None, data.mean, data.std)
@@ -138,7 +141,7 @@ def client_name(cell: AttackCell, index: int) -> str:
 
 
 def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
-    """Return first-round uploads of clients that take several local steps on one batch."""
+    """Return first-round uploads of clients that take several local steps on one batch, or on its parts in turn."""
     defense, data = subject.defenses[cell.defense], subject.victims
     model = defense.prepare_model(copy.deepcopy(subject.model)).to(subject.device).train(cell.mode == "train")
     sent = []
@@ -147,7 +150,7 @@ def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
         veil = Veil(defense, parameters(model), seed=cell.seed, client=client_name(cell, i))
         own = copy.deepcopy(model)
         used = veil.prepare(own, batch)
-        update = local_update(own, subject.loss_fn, [used] * cell.local_steps, LOCAL_RATE)
+        update = local_update(own, subject.loss_fn, _shares(cell, used), LOCAL_RATE)
         mask = _proposed(cell, subject, model, i) if "mask" in defense.needs else None
         payload = veil.seal(update, len(group), model=own, batch=used, mask=mask)
         seen = observe(
@@ -168,12 +171,20 @@ def _fedavg(cell: AttackCell, subject: Subject) -> list[Sent]:
     return sent
 
 
+def _shares(cell: AttackCell, batch: Batch) -> list[Batch]:
+    """Return what each local step of a client trains on."""
+    if not cell.in_turn:
+        return [batch] * cell.local_steps
+    parts = zip(batch.inputs.chunk(cell.local_steps), batch.labels.chunk(cell.local_steps), strict=True)
+    return [Batch(*part) for part in parts]
+
+
 def _proposed(cell: AttackCell, subject: Subject, model: nn.Module, index: int) -> Masks:
     """Return the mask of an aligned round, proposed by another client from as many steps on a batch of its own."""
     rng = derive_rng(cell.seed, f"proposer {index}", 0, "private")
     chosen = torch.randint(len(subject.private), (cell.batch_size,), generator=rng)
     batch = subject.private.batch(chosen, subject.device)
-    update = local_update(copy.deepcopy(model), subject.loss_fn, [batch] * cell.local_steps, LOCAL_RATE)
+    update = local_update(copy.deepcopy(model), subject.loss_fn, _shares(cell, batch), LOCAL_RATE)
     return Veil(subject.defenses[cell.defense], parameters(model), seed=cell.seed, client="proposer").propose(update)
 
 

@@ -62,6 +62,8 @@ def _settings(scale: Scale, seed: int) -> Iterator[Entry]:
         for part, label, attack, defense, fields in _other_settings(scale):
             if fields == TRAINING and model == "lenet":
                 continue  # it has no BatchNorm
+            if fields.get("in_turn") and scale.name == "full" and model == "resnet18":
+                continue  # looked at on LeNet only
             if attack == "ig+eased" and model == "resnet18" and fields["epochs"] not in EASED_DEEP:
                 continue
             yield Entry(part, f"{model}, {label}", scale.attack(attack, defense, model, seed=seed, **fields))
@@ -92,6 +94,8 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
         for steps in (2, 4):
             part = "FedAvg: several local steps"
             yield part, f"{defense}, {steps} steps", "ig+mask", defense, {"local_steps": steps}
+        fields = {"batch_size": 4, "local_steps": 4, "in_turn": True}
+        yield "FedAvg: four local steps, each on a picture of its own", defense, "ig+mask", defense, fields
         part = "A client with one class only, batches of 4"
         yield part, defense, "ig+mask", defense, {"batch_size": 4, "one_label": True}
 

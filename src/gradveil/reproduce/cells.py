@@ -34,6 +34,7 @@ class AttackCell:
     labels: str = "given"
     epochs: int = 0
     local_steps: int = 1
+    in_turn: bool = False  # every local step takes its own share of the batch instead of all of it
     one_label: bool = False  # all pictures of a batch share their label, as a client with skewed data may have it
     mode: Literal["eval", "train"] = "eval"
 
@@ -44,6 +45,8 @@ class AttackCell:
         check.one_of(("eval", "train"), mode=self.mode)
         if self.pictures % self.batch_size:
             raise ValueError(f"pictures must fill whole batches of {self.batch_size}, got {self.pictures}")
+        if self.in_turn and self.batch_size % self.local_steps:
+            raise ValueError(f"batches of {self.batch_size} cannot be shared out over {self.local_steps} local steps")
 
     @property
     def stem(self) -> str:
@@ -55,6 +58,7 @@ class AttackCell:
             "inferred": self.labels == "inferred",
             f"epochs{self.epochs}": self.epochs,
             f"local{self.local_steps}": self.local_steps > 1,
+            "inturn": self.in_turn,
             "onelabel": self.one_label,
             "trainmode": self.mode == "train",
         }

@@ -83,7 +83,7 @@ class Scale:
             count = self.rob_batches * batch
         elif attack.startswith("rgap"):
             count = self.rgap_pictures
-        elif attack == "ig+chain" or fields.get("local_steps", 1) > 1:
+        elif attack == "ig+chain" or (fields.get("local_steps", 1) > 1 and not fields.get("in_turn")):
             count = self.dear_pictures
         fields.setdefault("data", self.data)
         for name, value in self.switches.items():
