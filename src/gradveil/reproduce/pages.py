@@ -87,8 +87,8 @@ NOTES = {
     "R-GAP on CNN6": "PRECODE has no line, nor has it one in the paper: a random bottleneck leaves no chain of layers "
     "to solve.",
     "FedAvg: several local steps": "A client takes all its steps on one picture.",
-    "FedAvg: four local steps, each on a picture of its own": "Four pictures in an upload. The attacker knows the labels "
-    "and their order.",
+    "FedAvg: four local steps, each on a picture of its own": "Four pictures in an upload. The attacker knows the "
+    "labels and their order.",
 }
 RECORDED_NOTES = {  # of the recorded runs at full scale, not of the tables
     "Rob on ResNet18": "Behind Outpost Rob finds little whether it is told or not; a layer planted against noise finds "
