@@ -111,6 +111,19 @@ def test_the_prior_must_be_granted_and_be_a_generator(generator):
         GGL().run(victim(generator, Identity(), torch.zeros(4, 3, 16, 16))[0], rng())
 
 
+def test_without_a_search_it_paints_the_class_and_never_looks_at_the_gradient(generator):
+    attack = GGL(steps=60).blind()
+    seen = dataclasses.replace(victim(generator, Identity(), generator)[0], labels=torch.tensor([1]))
+    other = dataclasses.replace(seen, grads={name: torch.zeros_like(g) for name, g in seen.grads.items()})
+    one, two = attack.run(seen, rng()), attack.run(other, rng())
+    assert torch.equal(one.inputs, two.inputs)
+    assert one.labels is not None
+    assert one.labels.tolist() == [1]
+    drawn = generator(torch.randn(1, 6, generator=rng()), torch.tensor([1]))
+    torch.testing.assert_close(one.inputs * 0.25 + 0.5, drawn)
+    assert not torch.equal(one.inputs, attack.run(seen, torch.Generator().manual_seed(1)).inputs)
+
+
 def test_cma_solves_an_ill_conditioned_problem():
     scales = torch.logspace(0, 3, 8, dtype=torch.float64)
     best, lowest = minimise_blindly(lambda x: (scales * (x - 1).square()).sum(1), torch.zeros(8), 0.5, 16, 250, rng())

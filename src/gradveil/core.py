@@ -232,6 +232,10 @@ class Attack(ABC, Named):
         """Return the model an active server sends to the client instead of `model`."""
         return model
 
+    def blind(self) -> "Attack | None":
+        """Return this attacker with labels but without the gradient, if it has a guess even so: its own floor."""
+        return None
+
 
 class Metric(NamedTuple):
     """A score per example: `fn(guess, truth) -> [N]`, both `[N, C, H, W]` in 0..1."""

@@ -2,15 +2,18 @@
 
 import json
 from dataclasses import dataclass, replace
+from statistics import mean
 
 import pytest
 import torch
+from torch import nn
 
 import gradveil
 from gradveil.audit import Audit, Plan, Report, subject
 from gradveil.audit.plan import cells
 from gradveil.audit.verdict import judge
 from gradveil.core import Attack, Observation, Reconstruction
+from gradveil.data import load
 from gradveil.errors import ConfigError, NeedError
 from gradveil.training import Settings, Trainer, assemble
 
@@ -93,6 +96,47 @@ def test_report_is_saved_and_rendered(quick: Report, tmp_path) -> None:
     page = gradveil.audit.write(quick, tmp_path)
     assert Report.load(tmp_path / "report.json") == quick
     assert "Every attack" in page.read_text()
+
+
+class DigitPainter(nn.Module):
+    """A generator of digits: the mean picture of a class, and the directions in which digits differ most."""
+
+    latent = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        train = load("digits", split="train")
+        pixels = train.pixels(range(len(train))).flatten(1)
+        means = torch.stack([pixels[train.labels == label].mean(0) for label in range(10)])
+        _, sizes, directions = torch.pca_lowrank(pixels - means[train.labels], self.latent, niter=4)
+        self.register_buffer("means", means)
+        self.register_buffer("directions", directions.T * sizes[:, None] / len(pixels) ** 0.5)
+
+    def forward(self, latents: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return (self.means[labels] + latents @ self.directions).clamp(0, 1).view(-1, 1, 8, 8)
+
+
+def test_a_generator_is_searched_and_what_the_label_alone_paints_is_no_leak() -> None:
+    plan = Plan(attacks=("ggl(steps=80)",), defenses=("none", "gaussian_noise(std=10.0)"), **QUICK | {"pictures": 8})
+    torch.manual_seed(0)  # of the painter's decomposition
+    report = Audit(plan, subject(plan, prior=DigitPainter())).run()
+    assert report.judgement("none", "diagnostic").verdict == "leaks"
+    assert report.judgement("gaussian_noise(std=10.0)", "diagnostic").verdict == "holds"
+    blind, found = (report.find("diagnostic", d, "ggl(steps=80)") for d in ("gaussian_noise(std=10.0)", "none"))
+    assert "label alone" in blind.note
+    # The label's picture is far above the guesses that know no label, and is the floor here.
+    grey = next(f for f in report.floors if f.column == "diagnostic" and f.guess == "grey")
+    assert mean(blind.floor) > mean(grey.scores["ssim"]) + 0.1
+    assert blind.mistaken > report.chance
+    assert mean(found.scores["ssim"]) > mean(found.floor) + 0.2
+    assert mean(found.contrast) > mean(blind.contrast) + 0.2
+
+
+def test_without_a_generator_the_search_is_skipped_with_the_remedy() -> None:
+    report = gradveil.audit(defenses=["none"], attacks=["ggl(steps=2)"], **QUICK)
+    row = report.find("diagnostic", "none", "ggl(steps=2)")
+    assert row.status == "skipped"
+    assert "--generator" in row.note
 
 
 @dataclass(frozen=True)

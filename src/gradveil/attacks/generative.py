@@ -10,7 +10,7 @@ import contextlib
 import contextvars
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -45,7 +45,8 @@ class GGL(Attack):
 
     Args:
         search: "adam" follows the slope through the generator, "cma" needs none (and so works for any defense the
-            attacker can imitate but not differentiate).
+            attacker can imitate but not differentiate), "none" draws one picture of the right class and never looks at
+            the gradient: the others are worth what they find beyond it.
         steps: Steps of Adam, or generations of CMA-ES.
         restarts: Latents that Adam follows together; the best of `pool` random ones.
         population: Latents per generation of CMA-ES.
@@ -63,7 +64,7 @@ class GGL(Attack):
     masked: str = "auto"
 
     def __post_init__(self) -> None:
-        check.one_of(("adam", "cma"), search=self.search)
+        check.one_of(("adam", "cma", "none"), search=self.search)
         check.one_of(("auto", "always", "never"), masked=self.masked)
         check.at_least(1, steps=self.steps, restarts=self.restarts, pool=self.pool)
         check.at_least(4, population=self.population)
@@ -74,10 +75,15 @@ class GGL(Attack):
     def needs(self) -> frozenset[Knowledge]:
         return frozenset({"prior"})
 
+    def blind(self) -> "GGL":
+        return replace(self, search="none")
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         return self.run_many([seen], [rng])[0]
 
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
+        if self.search == "none":
+            return [_sample(one, rng) for one, rng in zip(seen, rngs, strict=True)]
         views = [before_bottleneck(one) for one in seen]
         found: dict[int, Reconstruction] = {}
         for group in _same_prior(seen, alike(views)):
@@ -142,6 +148,32 @@ class GGL(Attack):
         return chosen, float(latents.costs(chosen[None], bare=True)[0])
 
 
+def _sample(seen: Observation, rng: torch.Generator) -> Reconstruction:
+    """Return random pictures of the right classes, which an attacker must infer unless they were granted."""
+    prior, device = _generator(seen), device_of(seen)
+    classes = infer_labels(seen, understand(seen)) if seen.labels is None else seen.labels.to(device)
+    latents = torch.randn(seen.num_examples, cast(Any, prior).latent, generator=rng, device=rng.device).to(device)
+    with torch.no_grad():
+        return Reconstruction(_Normalised(seen, prior)(latents, classes), classes)
+
+
+class _Normalised:
+    """A generator whose pictures have the size and the normalisation of the model's inputs."""
+
+    def __init__(self, seen: Observation, generator: nn.Module) -> None:
+        self.generator, self.shape = generator, seen.input_shape
+        self.mean, self.std = (
+            torch.tensor(v, device=device_of(seen)).view(-1, *[1] * (len(self.shape) - 1))
+            for v in (seen.mean, seen.std)
+        )
+
+    def __call__(self, latents: Tensor, classes: Tensor) -> Tensor:
+        pixels: Tensor = self.generator(latents, classes)
+        if tuple(pixels.shape[2:]) != self.shape[1:]:
+            pixels = F.interpolate(pixels, self.shape[1:], mode="bilinear", antialias=True)
+        return (pixels - self.mean) / self.std
+
+
 class _Latents:
     """What latents cost: rows `[N, B, Z]` stand for N candidate batches, as many for each upload and in their order."""
 
@@ -155,20 +187,16 @@ class _Latents:
         plausible: float,
     ) -> None:
         self.seen, self.generator, self.targets, self.plausible = seen, generator, targets, plausible
+        self.paint = _Normalised(seen, generator)
         self.classes, self.labels = classes, labels  # of each upload: what the generator paints, what the loss takes
         self.length: int = cast(Any, generator).latent
         self.simulate: Simulator = simulator(seen)
-        shape = (1, -1, *[1] * (len(seen.input_shape) - 1))
-        self.mean, self.std = (torch.tensor(v, device=device_of(seen)).view(shape) for v in (seen.mean, seen.std))
 
     def inputs(self, latents: Tensor) -> Tensor:
         """Return the model inputs `[N, B, ...]` that latents stand for."""
         classes = self.classes.repeat_interleave(len(latents) // len(self.targets), 0)
-        pixels: Tensor = self.generator(latents.flatten(0, 1), classes.flatten())
-        wanted = self.seen.input_shape
-        if tuple(pixels.shape[2:]) != wanted[1:]:
-            pixels = F.interpolate(pixels, wanted[1:], mode="bilinear", antialias=True)
-        return ((pixels - self.mean) / self.std).view(*latents.shape[:2], *wanted)
+        inputs = self.paint(latents.flatten(0, 1), classes.flatten())
+        return inputs.view(*latents.shape[:2], *self.seen.input_shape)
 
     def cost(self, rows: int) -> "_Cost":
         """Return a cost function for this many rows, as `minimise` takes it."""
@@ -244,8 +272,8 @@ def _generator(seen: Observation) -> nn.Module:
     prior = seen.prior
     if not isinstance(prior, nn.Module) or not isinstance(getattr(prior, "latent", None), int):
         raise NeedError(
-            "GGL needs a generator as prior: a module (latent, label) -> pixels with an attribute `latent`, "
-            "such as gradveil.generator.load_generator()"
+            "GGL needs a generator as prior, a module (latent, label) -> pixels with an attribute `latent`: "
+            "`gradveil generator train` makes one of your own kind of pictures, and --generator names it"
         )
     known = getattr(prior, "num_classes", seen.num_classes)
     if known < seen.num_classes:

@@ -16,6 +16,7 @@ from ..core import Attack, Defense, LossFn, Tensors
 from ..data import Dataset, Split
 from ..defenses import DEFENSES
 from ..errors import ConfigError
+from ..generator import load_generator
 from ..spec import build, to_text
 from ..training import Checkpoint, load_checkpoint
 from ..training.feed import shards
@@ -23,6 +24,7 @@ from ..training.job import fitted, pick_device
 from .plan import DEFAULT_ATTACKS, Plan, Subject, default_defenses
 from .verdict import BASELINE
 
+RECORDED = "cifar10"  # what the generator that comes along paints
 AS_LISTED = "photos"  # its first pictures are of different classes already, and in a known order
 
 
@@ -34,6 +36,7 @@ def subject(
     defenses: Mapping[str, Defense] | None = None,
     attacks: Mapping[str, Attack] | None = None,
     loss_fn: LossFn = nn.functional.cross_entropy,
+    prior: nn.Module | None = None,
 ) -> Subject:
     """Return what the plan names; parts that are passed take the place of those it names."""
     saved = load_checkpoint(plan.checkpoint) if plan.checkpoint else None
@@ -51,6 +54,8 @@ def subject(
     bare = build(DEFENSES, BASELINE, "defense")
     if wanted.get(BASELINE, bare) != bare:
         raise ConfigError(f"{BASELINE!r} is the name of the undefended control: give the defense another")
+    tried = dict(attacks or _named(ATTACKS, plan.attacks or DEFAULT_ATTACKS, "attack"))
+    prior = prior or _prior(plan, tried, victims)
     return Subject(
         model=model.to(device),
         loss_fn=loss_fn,
@@ -58,12 +63,22 @@ def subject(
         private=private,
         public=public,
         defenses={BASELINE: bare, **wanted},
-        attacks=dict(attacks or _named(ATTACKS, plan.attacks or DEFAULT_ATTACKS, "attack")),
+        attacks=tried,
         device=device,
         residuals=_residuals(plan, saved, wanted, victims),
         run=saved.settings if saved else None,
         run_round=saved.round if saved else None,
+        prior=None if prior is None else prior.to(device),
     )
+
+
+def _prior(plan: Plan, attacks: Mapping[str, Attack], victims: Dataset) -> nn.Module | None:
+    """Return the generator that an attack searches, if any does and there is one for these pictures."""
+    if not any("prior" in attack.needs for attack in attacks.values()):
+        return None
+    if plan.generator:
+        return load_generator(plan.generator)
+    return load_generator() if victims.name == RECORDED else None
 
 
 def _fallback(saved: Checkpoint | None) -> tuple[str, ...]:

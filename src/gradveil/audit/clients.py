@@ -26,7 +26,7 @@ from ..wire.frame import read_frame
 from .plan import Plan, Subject, is_active
 from .report import Column, ColumnInfo
 
-PRIOR = 512  # public pictures an attacker with a prior is given
+PRIOR = 512  # public pictures an attacker with a prior is given, where there is no generator
 LONGEST_WAIT = 256  # uploads without content after which a defense counts as never sending
 _COMPUTING = Lock()  # layers draw from the process's generator, so one client at a time has it
 
@@ -224,7 +224,7 @@ class _Client:
             mean=data.mean,
             std=data.std,
             defense=self.defense,
-            prior=public.pixels(range(min(len(public), PRIOR))),
+            prior=self.subject.prior or public.pixels(range(min(len(public), PRIOR))),
             mask=mask,
             earlier=self.earlier,
         )

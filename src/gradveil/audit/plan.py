@@ -47,6 +47,9 @@ class Scope:
     round: int = _option(4, "Uploads the client made before the attacked one, for the realistic column.")
     checkpoint: str = _option("", "A checkpoint of gradveil train: audit that run, with a client's real residual.")
     client: int = _option(0, "Which client of the checkpoint.")
+    generator: str = _option(
+        "", "What ggl searches: a file of `gradveil generator train`. Empty: the recorded one, for cifar10 only."
+    )
     guard: bool = _option(False, "Judge by clients that refuse a manipulated model. Both cases are always reported.")
     accuracy_rounds: int = _option(60, "Rounds of training to measure accuracy under each defense; 0: do not.")
     budget: float = _option(0.0, "Minutes the audit may take; 0: no limit. What does not fit is reported as cut.")
@@ -89,6 +92,7 @@ class Subject:
     residuals: dict[str, Tensors] = field(default_factory=dict)  # veil states of a real run, by defense
     run: Settings | None = None  # of that run
     run_round: int | None = None  # how far it was
+    prior: nn.Module | None = None  # a generator for attacks that search one; without, they get public pictures
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from ..attacks import missing
 from ..attacks.progress import Progress, watch
-from ..core import Attack
+from ..core import Attack, Reconstruction
 from ..errors import GuardError, NeedError
 from ..veil import derive_rng
 from . import accuracy, clients, draft, scoring
@@ -166,7 +166,16 @@ class Audit:
         diverged = sum(not bool(f.inputs.isfinite().all()) for f in found)
         if diverged:  # an attack that broke down was not withstood
             return {"status": "failed", "note": f"the attack diverged (NaN) on {diverged} of {len(found)} uploads"}
-        return self.scorer.row(sent, found)
+        return self.scorer.row(sent, found, self._blind(cell, attack, sent))
+
+    def _blind(self, cell: Cell, attack: Attack, sent: Sequence[Sent]) -> list[list[Reconstruction]]:
+        """Return what the same attacker guesses without the gradient, several times."""
+        blind = attack.blind()
+        if blind is None:
+            return []
+        names = [[f"{cell.attack} {i} {draw}" for i in range(len(sent))] for draw in range(scoring.CONTROLS)]
+        seen = [s.seen for s in sent]
+        return [blind.run_many(seen, [derive_rng(self.plan.seed, n, 0, "blind") for n in draw]) for draw in names]
 
     def _floor(self, column: Column) -> list[float]:
         return max((f.scores["ssim"] for f in self.report.floors if f.column == column), key=fmean)

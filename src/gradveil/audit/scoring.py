@@ -58,8 +58,14 @@ class Scorer:
         self.public = public.to(subject.device)
         self._blind: dict[tuple[bytes, int], Cards] = {}
 
-    def row(self, sent: Sequence[Sent], found: Sequence[Reconstruction]) -> dict[str, Any]:
-        """Return the fields of a row: every upload is scored on its own, then the pictures stand in one list."""
+    def row(
+        self, sent: Sequence[Sent], found: Sequence[Reconstruction], blind: Sequence[Sequence[Reconstruction]] = ()
+    ) -> dict[str, Any]:
+        """Return the fields of a row: every upload is scored on its own, then the pictures stand in one list.
+
+        `blind` are guesses of the same attacker without the gradient. Only what goes beyond them counts: whoever knows
+        the class can paint something like it.
+        """
         parts = [self._upload(s, f) for s, f in zip(sent, found, strict=True)]
         losses = [f.loss for f in found if math.isfinite(f.loss)]
         labels = [v for part in parts for v in part["card"].get("label_accuracy", [])]
@@ -74,6 +80,24 @@ class Scorer:
             "loss": fmean(losses) if losses else None,
             "pictures": [png for part in parts for png in part["pictures"]],
             "note": parts[0]["note"],
+        } | (self._beyond(sent, parts, blind) if blind else {})
+
+    def _beyond(
+        self, sent: Sequence[Sent], parts: Sequence[dict[str, Any]], blind: Sequence[Sequence[Reconstruction]]
+    ) -> dict[str, Any]:
+        """Return the fields of a row in which blind guesses are of no use: the floor, and the two controls."""
+        truths = [part["truth"] for part in parts]
+        drawn = [[self._upload(s, f) for s, f in zip(sent, guesses, strict=True)] for guesses in blind]
+        floor = _means([[v for part in draw for v in part["card"]["ssim"]] for draw in drawn])
+        named = fmean(float(v) for draw in drawn for part in draw for v in part["card"]["identified"])
+        guesses = [part["guess"] for part in parts]
+        own = _means([contrast([part["guess"] for part in draw], truths) for draw in drawn])
+        notes = [parts[0]["note"], "blind guesses are pictures painted from the label alone"]
+        return {
+            "floor": max(_best([part["floor"] for part in parts]), floor, key=fmean),
+            "mistaken": max(self._mistaken(guesses, truths), named),
+            "contrast": [a - b for a, b in zip(contrast(guesses, truths), own, strict=True)],
+            "note": "; ".join(note for note in notes if note),
         }
 
     def floors(self, column: Column, batches: Sequence[Batch]) -> list[Floor]:
@@ -160,6 +184,10 @@ def _paired(block: Tensor) -> Tensor:
     out = torch.zeros(len(block), dtype=block.dtype)
     out[rows] = block[rows, columns]
     return out
+
+
+def _means(columns: Sequence[Sequence[float]]) -> list[float]:
+    return [fmean(values) for values in zip(*columns, strict=True)]
 
 
 def _best(cards: Sequence[Cards]) -> list[float]:
