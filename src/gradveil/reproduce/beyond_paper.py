@@ -44,7 +44,13 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
         for defense in ("none", "topk", "dgp", "adgp", "hardened1"):
             cell = scale.attack("ig+eased", defense, model, seed=seed)
             yield Entry("IG by a schedule of our own, told the defense", f"{model}, {defense}", cell)
-    yield Entry("GGL behind ADGP", "adgp", scale.attack("ggl", "adgp", seed=seed))
+    part = "GGL where the paper has none: ADGP, and under noise"
+    yield Entry(part, "resnet18, adgp", scale.attack("ggl", "adgp", seed=seed))
+    for model in ("resnet18", "cnn6", "lenet"):
+        # Only what goes beyond the label alone comes from the gradient.
+        yield Entry(part, f"{model}, the label alone", scale.attack("ggl+blind", "none", model, seed=seed))
+        for defense in ("none", "dp", "hardened1", "hardened"):
+            yield Entry(part, f"{model}, {defense}, short", scale.attack("ggl+short", defense, model, seed=seed))
     for defense in ("topk", "dgp", "adgp"):
         yield Entry("Band-aware IG", defense, scale.attack("ig+band", defense, seed=seed))
     # Made for noise; what only prunes is met by `rob+fit`, whose decoys this one lacks.

@@ -73,7 +73,7 @@ go to `results/quick`, which is not kept here. What the paper leaves open is set
 | `ig+coarse` | looks for a picture of 8 by 8 pixels only, which finds form under noise |
 | `ig+chain` | follows the client from its first round and subtracts what it was held back |
 | `spotlight` | plants a layer of which a quarter fires, all for the same picture |
-| `ggl` | searches a generator trained on public pictures |
+| `ggl` | searches a generator trained on public pictures; `short`: for fewer steps, which fit less of the noise |
 
 | defense | what that is |
 |---|---|

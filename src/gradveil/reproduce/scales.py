@@ -24,6 +24,8 @@ ATTACKERS = {
     "spotlight": ("spotlight(batch=1)", True),
     "rgap+mask": ("rgap(masked=True)", True),
     "ggl": ("ggl({ggl})", True),
+    "ggl+short": ("ggl({ggl_short})", True),  # a longer search fits the noise
+    "ggl+blind": ("ggl(search='none')", False),  # what the label alone paints
 }
 ADAPTED = {"ig": "ig+mask", "gi": "gi+mask", "rob": "rob+fit", "rgap": "rgap+mask"}
 # Defenses whose text is not their name. Attacks meet Outpost with its gate open: shut, it is no defense at all.
@@ -55,6 +57,7 @@ class Scale:
     adaptive: str  # of those it did not run
     eased: str
     ggl: str
+    ggl_short: str
     bins: int
     training: dict[str, Any]
     weights: dict[str, Any]  # settings of the training behind attacks on trained models
@@ -145,6 +148,7 @@ FULL = Scale(
     adaptive="steps=1000",  # enough for SSIM 0.98 through DGP
     eased="steps=1000",
     ggl="",
+    ggl_short="steps=150, restarts=2, pool=32",
     bins=200,
     training={
         "users": 10,
@@ -175,6 +179,7 @@ QUICK = Scale(
     adaptive="steps=100, lr=0.2, decay='cosine', tv=0.05",
     eased="steps=100",
     ggl="steps=5, restarts=1, pool=4",
+    ggl_short="steps=5, restarts=1, pool=4",
     bins=100,
     training={"users": 2, "batch_size": 16, "rounds": 6, "eval_every": 10**6, "checkpoint_every": 0, "data": "digits"},
     weights={"users": 2, "batch_size": 16, "augment": "none"},
