@@ -21,7 +21,7 @@ from ..spec import build, to_text
 from ..training import Checkpoint, load_checkpoint
 from ..training.feed import shards
 from ..training.job import fitted, pick_device
-from .plan import DEFAULT_ATTACKS, Plan, Subject, default_defenses
+from .plan import Plan, Subject, default_attacks, default_defenses
 from .verdict import BASELINE
 
 RECORDED = "cifar10"  # what the generator that comes along paints
@@ -54,8 +54,8 @@ def subject(
     bare = build(DEFENSES, BASELINE, "defense")
     if wanted.get(BASELINE, bare) != bare:
         raise ConfigError(f"{BASELINE!r} is the name of the undefended control: give the defense another")
-    tried = dict(attacks or _named(ATTACKS, plan.attacks or DEFAULT_ATTACKS, "attack"))
-    prior = prior or _prior(plan, tried, victims)
+    prior = prior or _prior(plan, victims)
+    tried = dict(attacks or _named(ATTACKS, plan.attacks or default_attacks(prior is not None), "attack"))
     return Subject(
         model=model.to(device),
         loss_fn=loss_fn,
@@ -72,10 +72,8 @@ def subject(
     )
 
 
-def _prior(plan: Plan, attacks: Mapping[str, Attack], victims: Dataset) -> nn.Module | None:
-    """Return the generator that an attack searches, if any does and there is one for these pictures."""
-    if not any("prior" in attack.needs for attack in attacks.values()):
-        return None
+def _prior(plan: Plan, victims: Dataset) -> nn.Module | None:
+    """Return a generator of pictures like these, if there is one."""
     if plan.generator:
         return load_generator(plan.generator)
     return load_generator() if victims.name == RECORDED else None

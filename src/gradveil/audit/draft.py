@@ -58,7 +58,7 @@ def empty(plan: Plan, subject: Subject, columns: list[Any]) -> Report:
 def digests(subject: Subject) -> dict[str, str]:
     """Return what tells the weights and pictures of an audit from others that bear the same names."""
     residuals = {f"{name}.{key}": t for name, state in subject.residuals.items() for key, t in state.items()}
-    prior = {} if subject.prior is None else {"generator": tree.digest(subject.prior.state_dict())}
+    prior = {} if subject.prior is None else {"generator's weights": tree.digest(subject.prior.state_dict())}
     return prior | {
         "weights": tree.digest(subject.model.state_dict()),
         "pictures under attack": subject.victims.digest,

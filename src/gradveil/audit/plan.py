@@ -22,6 +22,8 @@ DEFAULT_ATTACKS = (
     # Under noise the coarse form comes back first; longer searches fit the noise.
     "coarse=gradient_matching(lr=0.2, decay='cosine', tv=0.05, coarse=8, steps=60)",
 )
+# Where there is a generator of such pictures. Under noise it finds what no other search does.
+SEARCH = "generator=ggl(steps=150, restarts=2, pool=32)"
 
 
 def _option(default: Any, text: str) -> Any:
@@ -48,7 +50,7 @@ class Scope:
     checkpoint: str = _option("", "A checkpoint of gradveil train: audit that run, with a client's real residual.")
     client: int = _option(0, "Which client of the checkpoint.")
     generator: str = _option(
-        "", "What ggl searches: a file of `gradveil generator train`. Empty: the recorded one, for cifar10 only."
+        "", "A file of `gradveil generator train` for attacks to search. Empty: for cifar10 one that comes along."
     )
     guard: bool = _option(False, "Judge by clients that refuse a manipulated model. Both cases are always reported.")
     accuracy_rounds: int = _option(60, "Rounds of training to measure accuracy under each defense; 0: do not.")
@@ -73,7 +75,9 @@ class Plan(Scope):
 
     defenses: tuple[str, ...] = _option((), "Such as dgp or mild=dual_prune(top=0.1). Empty: the usual ones.")
     attacks: tuple[str, ...] = _option(
-        (), "Such as inverting_gradients(steps=500). Empty: one naive, one adaptive, one for coarse forms."
+        (),
+        "Such as inverting_gradients(steps=500). Empty: one naive, one adaptive, one for coarse forms, and one that "
+        "searches a generator where there is one.",
     )
 
 
@@ -130,6 +134,11 @@ def is_adaptive(name: str, subject: Subject) -> bool:
         return True
     plain = attack.fitted(None, data.mean, data.std)
     return any(attack.fitted(defense, data.mean, data.std) != plain for defense in subject.defenses.values())
+
+
+def default_attacks(generator: bool = False) -> tuple[str, ...]:
+    """Return what is tried when nobody says otherwise, with or without a generator of such pictures."""
+    return (*DEFAULT_ATTACKS, SEARCH) if generator else DEFAULT_ATTACKS
 
 
 def default_defenses() -> tuple[str, ...]:

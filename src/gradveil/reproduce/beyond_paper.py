@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from .entry import MODELS, RIVALS, TITLES, Entry
-from .scales import ADAPTED, Scale
+from .scales import ADAPTED, FULL, Scale
 
 ROUNDS = (1, 4)  # every round of every client is really sent, which costs more than the attack
 ALPHAS = (0.5, 0.1)
@@ -45,12 +45,18 @@ def _adaptive(scale: Scale, seed: int) -> Iterator[Entry]:
             cell = scale.attack("ig+eased", defense, model, seed=seed)
             yield Entry("IG by a schedule of our own, told the defense", f"{model}, {defense}", cell)
     part = "GGL where the paper has none: ADGP, and under noise"
+    # It depends on no model. Only what goes beyond it comes from the gradient.
+    yield Entry(part, "the label alone", scale.attack("ggl+blind", "none", seed=seed))
     yield Entry(part, "resnet18, adgp", scale.attack("ggl", "adgp", seed=seed))
     for model in ("resnet18", "cnn6", "lenet"):
-        # Only what goes beyond the label alone comes from the gradient.
-        yield Entry(part, f"{model}, the label alone", scale.attack("ggl+blind", "none", model, seed=seed))
         for defense in ("none", "dp", "hardened1", "hardened"):
             yield Entry(part, f"{model}, {defense}, short", scale.attack("ggl+short", defense, model, seed=seed))
+    part = f"GGL for all {FULL.mix} pictures of an upload"
+    for model in ("resnet18", "cnn6"):
+        tried = [("ggl+blind", "none"), ("ggl+all", "none"), ("ggl+all", "dgp"), ("ggl+all", "hardened")]
+        for attack, defense in tried[model != "resnet18" :]:
+            label = "the labels alone" if attack == "ggl+blind" else f"{model}, {defense}"
+            yield Entry(part, label, scale.attack(attack, defense, model, seed=seed, batch_size=scale.mix))
     for defense in ("topk", "dgp", "adgp"):
         yield Entry("Band-aware IG", defense, scale.attack("ig+band", defense, seed=seed))
     # Made for noise; what only prunes is met by `rob+fit`, whose decoys this one lacks.

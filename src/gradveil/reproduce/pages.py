@@ -74,6 +74,7 @@ go to `results/quick`, which is not kept here. What the paper leaves open is set
 | `ig+chain` | follows the client from its first round and subtracts what it was held back |
 | `spotlight` | plants a layer of which a quarter fires, all for the same picture |
 | `ggl` | searches a generator trained on public pictures; `short`: for fewer steps, which fit less of the noise |
+| the label alone | a random picture of that generator, of the right class: what goes beyond it is the gradient's |
 
 | defense | what that is |
 |---|---|

@@ -25,6 +25,7 @@ ATTACKERS = {
     "rgap+mask": ("rgap(masked=True)", True),
     "ggl": ("ggl({ggl})", True),
     "ggl+short": ("ggl({ggl_short})", True),  # a longer search fits the noise
+    "ggl+all": ("ggl({ggl_all})", True),  # of a large batch, every picture at once
     "ggl+blind": ("ggl(search='none')", False),  # what the label alone paints
 }
 ADAPTED = {"ig": "ig+mask", "gi": "gi+mask", "rob": "rob+fit", "rgap": "rgap+mask"}
@@ -58,6 +59,8 @@ class Scale:
     eased: str
     ggl: str
     ggl_short: str
+    ggl_all: str
+    mix: int  # pictures in such a batch
     bins: int
     training: dict[str, Any]
     weights: dict[str, Any]  # settings of the training behind attacks on trained models
@@ -149,6 +152,8 @@ FULL = Scale(
     eased="steps=1000",
     ggl="",
     ggl_short="steps=150, restarts=2, pool=32",
+    ggl_all="steps=400, restarts=1, pool=8, lr=0.1",
+    mix=32,
     bins=200,
     training={
         "users": 10,
@@ -180,6 +185,8 @@ QUICK = Scale(
     eased="steps=100",
     ggl="steps=5, restarts=1, pool=4",
     ggl_short="steps=5, restarts=1, pool=4",
+    ggl_all="steps=5, restarts=1, pool=4",
+    mix=2,
     bins=100,
     training={"users": 2, "batch_size": 16, "rounds": 6, "eval_every": 10**6, "checkpoint_every": 0, "data": "digits"},
     weights={"users": 2, "batch_size": 16, "augment": "none"},
