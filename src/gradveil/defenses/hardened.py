@@ -42,7 +42,8 @@ class Hardened(Defense):
     """Send gradient + residual + noise, rounded to few levels; keep the difference as the next residual.
 
     `examples` is how many private examples are mixed before anything leaves: a client with smaller batches adds up
-    gradients and uploads nothing until then. `noise` is the standard deviation of the noise in units of the RMS of
+    gradients and uploads nothing until then. It is what hides a picture; the noise alone does not, from an attacker
+    who searches a generator. `noise` is the standard deviation of the noise in units of the RMS of
     the gradient tensor, or of half of its largest fully connected unit's, rounded up to a power of 2 ** (1 / 4);
     from upload to upload it falls by at most 1 %. Without it the values of one upload carry at most `nats` about the
     batch, and a small model gets noise `LEAST_NOISE`. `bits` is what one entry costs on the wire: 1 to 3, or 0 for
