@@ -80,6 +80,14 @@ def test_the_first_table_is_of_the_seeds_whose_first_is_beside_it() -> None:
         assert (ssim, identified) == (f"{_mean(cell, 'ssim'):.2f}", f"{100 * _mean(cell, 'identified'):.0f}"), cell
 
 
+def test_what_a_generator_finds_is_recorded_in_the_first_page() -> None:
+    cells = ("ggl+short_hardened1_cnn6", "ggl+short_hardened_cnn6", "ggl+blind_none_resnet18")
+    single, mixed, label = (f"{100 * _mean(cell, 'identified'):.0f} %" for cell in cells)
+    text = " ".join(README.read_text().split())
+    assert f"identifies {single} of single ones behind the same noise, and {mixed} of mixed ones" in text
+    assert f"where {label} follow from the label" in text
+
+
 ATTACKED = {
     "raw gradient": "ig+mask_none",
     "Top-k": "ig+mask_topk",
@@ -108,6 +116,31 @@ ATTACKED = {
 def test_what_an_attacker_gets_who_knows_the_defense_is_recorded(label: str, cell: str) -> None:
     name, later, rounds = cell.partition("_round")
     scores = [_scores(f"{name}_resnet18", metric, later + rounds) for metric in ("ssim", "lpips", "identified")]
+    ssim, lpips, identified = map(statistics.mean, scores)
+    row = f"| {label} | {ssim:.3f} | {lpips:.3f} | {100 * identified:.0f} % | {len(scores[0])} |"
+    assert row in (DOCS / "hardened.md").read_text()
+
+
+PAINTED = {
+    "the label alone": "ggl+blind_none_resnet18",
+    "CNN6, raw gradient": "ggl+short_none_cnn6",
+    "CNN6, DP, noise of 0.01": "ggl+short_dp_cnn6",
+    "CNN6, `hardened` without mixing": "ggl+short_hardened1_cnn6",
+    "CNN6, `hardened`": "ggl+short_hardened_cnn6",
+    "LeNet, raw gradient": "ggl+short_none_lenet",
+    "LeNet, DP, noise of 0.01": "ggl+short_dp_lenet",
+    "LeNet, `hardened` without mixing": "ggl+short_hardened1_lenet",
+    "LeNet, `hardened`": "ggl+short_hardened_lenet",
+    "the labels alone": "ggl+blind_none_resnet18_batch32",
+    "raw gradient": "ggl+all_none_cnn6_batch32",
+    "`hardened`": "ggl+all_hardened_cnn6_batch32",
+}
+
+
+@pytest.mark.parametrize(("label", "cell"), PAINTED.items())
+def test_what_a_generator_finds_is_recorded(label: str, cell: str) -> None:
+    name, batch, size = cell.partition("_batch")
+    scores = [_scores(name, metric, batch + size) for metric in ("ssim", "lpips", "identified")]
     ssim, lpips, identified = map(statistics.mean, scores)
     row = f"| {label} | {ssim:.3f} | {lpips:.3f} | {100 * identified:.0f} % | {len(scores[0])} |"
     assert row in (DOCS / "hardened.md").read_text()
