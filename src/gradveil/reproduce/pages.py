@@ -87,8 +87,8 @@ go to `results/quick`, which is not kept here. What the paper leaves open is set
 NOTES = {
     "R-GAP on CNN6": "PRECODE has no line, nor has it one in the paper: a random bottleneck leaves no chain of layers "
     "to solve.",
-    "GGL where the paper has none: ADGP, and under noise": "Whoever knows the label paints pictures of the right class: "
-    "what goes beyond the first line comes from the upload. `hardened` mixes 32 pictures, of which one is searched.",
+    "GGL where the paper has none: ADGP, and under noise": "Whoever knows the label paints pictures of its class: what "
+    "goes beyond the first line comes from the upload. `hardened` mixes 32 pictures, of which one is searched.",
     "FedAvg: several local steps": "A client takes all its steps on one picture.",
     "FedAvg: four local steps, each on a picture of its own": "Four pictures in an upload. The attacker knows the "
     "labels and their order.",
