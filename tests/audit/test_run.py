@@ -11,7 +11,7 @@ from torch import nn
 import gradveil
 from gradveil.audit import Audit, Plan, Report, subject
 from gradveil.audit.plan import cells
-from gradveil.audit.summary import what_leaks
+from gradveil.audit.summary import advice, what_leaks
 from gradveil.audit.verdict import judge
 from gradveil.audit.words import percent
 from gradveil.core import Attack, Observation, Reconstruction
@@ -131,6 +131,16 @@ def test_a_generator_is_searched_and_what_the_label_alone_paints_is_no_leak() ->
     assert mean(blind.floor) > mean(grey.scores["ssim"]) + 0.1
     assert blind.mistaken > report.chance
     assert f"Luck alone picks {percent(blind.mistaken)}" in what_leaks(report)
+
+
+def test_what_holds_without_a_search_through_a_generator_is_told_so() -> None:
+    report = gradveil.audit(defenses=["gaussian_noise(std=10.0)"], attacks=READERS, **QUICK)
+    held = replace(
+        report, judgements=[j if j.defense == "none" else replace(j, verdict="holds") for j in judge(report)]
+    )
+    searched = [replace(column, grants={**column.grants, "prior": True}) for column in report.columns]
+    assert "--generator" in " ".join(advice(held))
+    assert "--generator" not in " ".join(advice(replace(held, columns=searched)))
     assert mean(found.scores["ssim"]) > mean(found.floor) + 0.2
     assert mean(found.contrast) > mean(blind.contrast) + 0.2
 

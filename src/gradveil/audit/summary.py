@@ -66,6 +66,7 @@ def advice(report: Report) -> list[str]:
         out.append(_choice(report, holds))
         out += [_doubt(report, name) for name in holds if _readable(report, name) > SUSPECT]
         out.append("Before you rely on it, audit again with more pictures, longer attacks and another seed.")
+        out += _unsearched(report)
     elif not unjudged:
         tried = "these settings" if leaks else "no protection"
         out.append(
@@ -77,6 +78,16 @@ def advice(report: Report) -> list[str]:
         cut = " Run the same command with --resume and a larger budget." if report.cut else ""
         out.append(f"{listed(unjudged)} cannot be judged: {why[0] if why else 'no result'}.{cut}")
     return out + _published(report) + _guard_advice(report)
+
+
+def _unsearched(report: Report) -> list[str]:
+    """Say that the attack is missing which finds most under noise."""
+    if any(column.grants.get("prior") for column in report.columns):
+        return []
+    return [
+        "No generator of such pictures was searched, which finds most under noise: make one with gradveil generator "
+        "train, and audit again with --generator."
+    ]
 
 
 def _published(report: Report) -> list[str]:
