@@ -72,6 +72,12 @@ def _mean(cell: str, metric: str, setting: str = "", seed: str = "*") -> float:
     return statistics.mean(_scores(cell, metric, setting, seed))
 
 
+def _row(label: str, cell: str, setting: str) -> str:
+    """Return a line of a table: SSIM, LPIPS, identified, and of how many pictures."""
+    ssim, lpips, identified = (_mean(cell, metric, setting) for metric in ("ssim", "lpips", "identified"))
+    return f"| {label} | {ssim:.3f} | {lpips:.3f} | {100 * identified:.0f} % | {len(_scores(cell, 'ssim', setting))} |"
+
+
 def test_the_first_table_is_of_the_seeds_whose_first_is_beside_it() -> None:
     rows = re.findall(r"\(results/full/(.*)_cifar10_seed0.webp\) \| (.*) \| (.*) % \|", README.read_text())
     assert len(rows) == 4
@@ -115,10 +121,7 @@ ATTACKED = {
 @pytest.mark.parametrize(("label", "cell"), ATTACKED.items())
 def test_what_an_attacker_gets_who_knows_the_defense_is_recorded(label: str, cell: str) -> None:
     name, later, rounds = cell.partition("_round")
-    scores = [_scores(f"{name}_resnet18", metric, later + rounds) for metric in ("ssim", "lpips", "identified")]
-    ssim, lpips, identified = map(statistics.mean, scores)
-    row = f"| {label} | {ssim:.3f} | {lpips:.3f} | {100 * identified:.0f} % | {len(scores[0])} |"
-    assert row in (DOCS / "hardened.md").read_text()
+    assert _row(label, f"{name}_resnet18", later + rounds) in (DOCS / "hardened.md").read_text()
 
 
 PAINTED = {
@@ -140,10 +143,7 @@ PAINTED = {
 @pytest.mark.parametrize(("label", "cell"), PAINTED.items())
 def test_what_a_generator_finds_is_recorded(label: str, cell: str) -> None:
     name, batch, size = cell.partition("_batch")
-    scores = [_scores(name, metric, batch + size) for metric in ("ssim", "lpips", "identified")]
-    ssim, lpips, identified = map(statistics.mean, scores)
-    row = f"| {label} | {ssim:.3f} | {lpips:.3f} | {100 * identified:.0f} % | {len(scores[0])} |"
-    assert row in (DOCS / "hardened.md").read_text()
+    assert _row(label, name, batch + size) in (DOCS / "hardened.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -70,33 +70,37 @@ class Scorer:
         losses = [f.loss for f in found if math.isfinite(f.loss)]
         labels = [v for part in parts for v in part["card"].get("label_accuracy", [])]
         names = [name for name in SHOWN if name in parts[0]["card"]]
-        return {
+        guesses, truths = [part["guess"] for part in parts], [part["truth"] for part in parts]
+        fields = {
             "scores": {name: [v for part in parts for v in part["card"][name]] for name in names},
             "identified": [bool(v) for part in parts for v in part["card"]["identified"]],
             "floor": _best([part["floor"] for part in parts]),
-            "contrast": contrast([part["guess"] for part in parts], [part["truth"] for part in parts]),
-            "mistaken": self._mistaken([part["guess"] for part in parts], [part["truth"] for part in parts]),
+            "contrast": contrast(guesses, truths),
+            "mistaken": self._mistaken(guesses, truths),
             "labels_right": fmean(labels) if labels else None,
             "loss": fmean(losses) if losses else None,
             "pictures": [png for part in parts for png in part["pictures"]],
             "note": parts[0]["note"],
-        } | (self._beyond(sent, parts, blind) if blind else {})
+        }
+        return fields | (self._beyond(fields, sent, truths, blind) if blind else {})
 
     def _beyond(
-        self, sent: Sequence[Sent], parts: Sequence[dict[str, Any]], blind: Sequence[Sequence[Reconstruction]]
+        self,
+        fields: dict[str, Any],
+        sent: Sequence[Sent],
+        truths: Sequence[Tensor],
+        blind: Sequence[Sequence[Reconstruction]],
     ) -> dict[str, Any]:
-        """Return the fields of a row in which blind guesses are of no use: the floor, and the two controls."""
-        truths = [part["truth"] for part in parts]
+        """Return what blind guesses raise: the floor, and the two controls."""
         drawn = [[self._upload(s, f) for s, f in zip(sent, guesses, strict=True)] for guesses in blind]
         floor = _means([[v for part in draw for v in part["card"]["ssim"]] for draw in drawn])
         named = fmean(float(v) for draw in drawn for part in draw for v in part["card"]["identified"])
-        guesses = [part["guess"] for part in parts]
         own = _means([contrast([part["guess"] for part in draw], truths) for draw in drawn])
-        notes = [parts[0]["note"], "blind guesses are pictures painted from the label alone"]
+        notes = [fields["note"], "blind guesses are pictures painted from the label alone"]
         return {
-            "floor": max(_best([part["floor"] for part in parts]), floor, key=fmean),
-            "mistaken": max(self._mistaken(guesses, truths), named),
-            "contrast": [a - b for a, b in zip(contrast(guesses, truths), own, strict=True)],
+            "floor": max(fields["floor"], floor, key=fmean),
+            "mistaken": max(fields["mistaken"], named),
+            "contrast": [a - b for a, b in zip(fields["contrast"], own, strict=True)],
             "note": "; ".join(note for note in notes if note),
         }
 
