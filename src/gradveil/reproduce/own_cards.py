@@ -80,11 +80,12 @@ def _worst(threats: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _counts(cell: AttackCell, scale: Scale) -> bool:
     """Say whether a cell belongs on a card: adaptive, on the common model, and the client's usual single step.
 
-    Without a defense there is nothing to know, so every attacker counts.
+    Without a defense there is nothing to know, so every attacker counts that looks at the gradient.
     """
+    attack = build(ATTACKS, cell.attack_text, "attack")
     unusual = cell.epochs or cell.one_label or cell.mode == "train" or cell.local_steps > 1 or cell.labels != "given"
     common = cell.model == scale.stand_ins.get(MODEL, MODEL) and cell.data == scale.data
-    return (cell.adaptive or cell.defense == "none") and common and not unusual
+    return (cell.adaptive or cell.defense == "none") and common and not unusual and attack != attack.blind()
 
 
 def _kind(cell: dict[str, Any]) -> str:
