@@ -44,7 +44,7 @@ def what_leaks(report: Report) -> str:
     rest = [f"{name} {count} of {n}" for name, count in found.items() if count is not None]
     # Guesses made for other pictures, or from the label alone, may hit more often than the size of the line-up says.
     mistaken = [row.mistaken for row in report.rows if row.column == "diagnostic"]
-    luck = f"Luck alone picks {percent(max([report.chance, *mistaken]))}."
+    luck = f"Luck alone picks up to {percent(max([report.chance, *mistaken]))}."
     return f"{text} With a defense: {', '.join(rest)}. {luck}" if rest else f"{text} {luck}"
 
 
