@@ -92,7 +92,7 @@ def test_what_a_generator_finds_is_recorded_in_the_first_page() -> None:
     count = len(_scores("ggl+short_hardened1_resnet18", "ssim"))
     text = " ".join(README.read_text().split())
     assert f"identifies {single} of single ones behind the same noise on CNN6, {large} of {count} on ResNet18" in text
-    assert f"and {mixed} of mixed ones, where {label} follow from the label" in text
+    assert f"and {mixed} of mixed ones (CNN6), where {label} follow from the label" in text
 
 
 ATTACKED = {
