@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -187,3 +188,13 @@ def test_the_command_trains_resumes_and_paints(tmp_path):
     assert not left.exists()
     assert runner.invoke(app, ["generator", "sample", "--file", str(file), "--out", str(picture)]).exit_code == 0
     assert picture.stat().st_size > 500
+
+    # What it is for: the attack that searches it stands beside what the label alone paints.
+    found = tmp_path / "attack"
+    options = ["--model", "mlp(hidden=16)", "--data", "digits", "--pictures", "2", "--labels", "known"]
+    command = ["attack", "--attack", "ggl(steps=3, pool=4)", "--generator", str(file), *options, "--out", str(found)]
+    done = runner.invoke(app, command)
+    assert done.exit_code == 0, done.output
+    floor = json.loads((found / "scores.json").read_text())["floor"]
+    assert len(floor["label alone"]["ssim"]) == 2
+    assert floor["label alone"]["ssim"] != floor["random_picture"]["ssim"]

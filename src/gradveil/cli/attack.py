@@ -92,6 +92,8 @@ def blind(job: AttackJob, uploads: list[int]) -> dict[str, dict[str, list[float]
         metrics.score_floor(job.truth(upload).inputs, public, derive_rng(job.settings.seed, "floor", upload))
         for upload in uploads
     ]
+    for card, upload, guess in zip(cards, uploads, job.run_blind(uploads), strict=False):
+        card["label alone"] = job.score(upload, guess)[1]
     return {
         guess: {name: [v for card in cards for v in card[guess][name]] for name in scores}
         for guess, scores in cards[0].items()

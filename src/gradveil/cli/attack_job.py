@@ -195,8 +195,16 @@ class AttackJob:
 
     def run(self, uploads: list[int]) -> list[Reconstruction]:
         """Attack some uploads together."""
-        rngs = [derive_rng(self.settings.seed, str(i), 0, "attack") for i in uploads]
         attack = self.attack.fitted(self.defense, self.victims.mean, self.victims.std)
+        return self._guess(attack, uploads, "attack")
+
+    def run_blind(self, uploads: list[int]) -> list[Reconstruction]:
+        """Return what the same attacker guesses without the gradient; nothing if it has no guess then."""
+        attack = self.attack.blind()
+        return [] if attack is None else self._guess(attack, uploads, "blind")
+
+    def _guess(self, attack: Attack, uploads: list[int], purpose: str) -> list[Reconstruction]:
+        rngs = [derive_rng(self.settings.seed, str(i), 0, purpose) for i in uploads]
         return attack.run_many([self.observe(i) for i in uploads], rngs)
 
     def truth(self, upload: int) -> Batch:
@@ -204,12 +212,13 @@ class AttackJob:
         index = self.indices(upload, self.settings.rounds)
         return Batch(self.victims.pixels(index), self.victims.labels[index])
 
-    def score(self, upload: int, guess: Tensor, labels: Tensor | None) -> tuple[Tensor, dict[str, list[float]]]:
-        """Return the guesses in the order of the truths, and their scores."""
-        truth = self.truth(upload)
+    def score(self, upload: int, found: Reconstruction) -> tuple[Tensor, dict[str, list[float]]]:
+        """Return the guesses as pixels in the order of the truths, and their scores."""
+        truth, d = self.truth(upload), self.victims
+        guess = data.to_pixels(found.inputs.cpu(), d.mean, d.std)
+        labels = None if found.labels is None else found.labels.cpu()
         paired = metrics.aligned(guess, metrics.pair(guess, truth.inputs))
-        found = metrics.score(guess, truth.inputs, guess_labels=labels, truth_labels=truth.labels)
-        return paired, found
+        return paired, metrics.score(guess, truth.inputs, guess_labels=labels, truth_labels=truth.labels)
 
 
 def with_steps(attack: Attack, steps: int) -> Attack:
@@ -223,13 +232,11 @@ def with_steps(attack: Attack, steps: int) -> Attack:
 
 def save_part(folder: Path, job: AttackJob, uploads: list[int], found: list[Reconstruction], seconds: float) -> None:
     """Keep what was found for some uploads; the JSON comes last and says that the part is whole."""
-    d = job.victims
     pixels, rows = [], []
     for upload, guess in zip(uploads, found, strict=True):
-        labels = None if guess.labels is None else guess.labels.cpu()
-        paired, scores = job.score(upload, data.to_pixels(guess.inputs.cpu(), d.mean, d.std), labels)
+        paired, scores = job.score(upload, guess)
         pixels.append(paired)
-        told = None if labels is None else labels.tolist()
+        told = None if guess.labels is None else guess.labels.tolist()
         rows.append({"upload": upload, "loss": guess.loss, "labels": told, "scores": scores})
     name = f"part-{uploads[0]:04d}"
     folder.mkdir(parents=True, exist_ok=True)
