@@ -1,12 +1,14 @@
 """Why our cells differ from the paper's: each experiment tests one guess on the very uploads of those cells.
 
     python examples/reasons.py rgap_failed rgap_exact rob_readout rob_planted rob_pixels ats_policies --root local
-    python examples/reasons.py ig_smooth ig_cifar100 ig_smooth_deep --root local  # the last one wants a GPU
+    python examples/reasons.py ig_smooth ig_cifar100 --root local
+    python examples/reasons.py ig_smooth_deep lenet_accuracy dp_accuracy --root local  # these want a GPU
 
 Writes results/reasons/<experiment>.json, which the sentences in docs/results.md name. LPIPS weights are needed.
 """
 
 import argparse
+import re
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +36,15 @@ from gradveil.reproduce import SCALES, attacked, figures, pictures, store
 from gradveil.reproduce.cells import AttackCell
 from gradveil.reproduce.scored import scores_of
 from gradveil.spec import build
+from gradveil.training import Settings
+from gradveil.training.run import run
 from gradveil.veil import derive_rng
 
 FULL = SCALES["full"]
 CPU = torch.device("cpu")
 BEST = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # for the searches; the rest is exact on a CPU
 PUBLISHED = ("3-1-7", "43-18-18", "3-1-7+43-18-18", "21-13-3", "7-4-15", "21-13-3+7-4-15")
-Scores = dict[str, list[float]]  # of every picture
+Scores = dict[str, list[float]]  # of every picture, or the accuracy of a training run
 Line = tuple[str, Scores]  # what was scored
 
 
@@ -234,16 +238,40 @@ def ig_smooth_deep(root: str) -> Iterator[Line]:
         yield from smoothed(root, "resnet18", ("dp", "precode", "soteria", "dgp", "none"), (tv,))
 
 
+def accuracy(settings: Settings, label: str, root: str) -> Line:
+    """Return what a run ends at, with its label, which also names the folder where it is kept and goes on."""
+    folder = Path("runs/reasons") / re.sub(r"\W+", "-", label)
+    return label, {"accuracy": [run(replace(settings, root=root, device=str(BEST)), folder, resume=True)["accuracy"]]}
+
+
+def lenet_accuracy(root: str) -> Iterator[Line]:
+    """Does LeNet reach the paper's 26.75 and 32.42 on CIFAR-100 with torch's own first weights, or plain pictures?"""
+    own = "lenet(init='default')"
+    for model, augment in ((own, "auto"), (own, "none"), ("lenet", "none")):
+        for defense in ("dgp", "topk5"):
+            settings = FULL.train(defense, model, data=FULL.data100, augment=augment).settings
+            weights = "torch's weights" if model == own else "the paper's weights"
+            yield accuracy(settings, f"{defense}: {weights}, augmentation {augment}", root)
+
+
+def dp_accuracy(root: str) -> Iterator[Line]:
+    """Does noise that does not average out over the ten users give the paper's 76.01?"""
+    std = 1e-2 * FULL.training["users"] ** 0.5  # the mean of the users' noise is then as large as one user's
+    yield accuracy(FULL.train("dp", text=f"dp(std={std:.6f})").settings, f"noise of {std:.4f}", root)
+
+
 EXPERIMENTS: dict[str, Callable[[str], Iterator[Line]]] = {
     f.__name__: f
     for f in (
         *(rgap_failed, rgap_exact, rob_readout, rob_planted, rob_pixels, ats_policies),
-        *(ig_smooth, ig_cifar100, ig_smooth_deep),
+        *(ig_smooth, ig_cifar100, ig_smooth_deep, lenet_accuracy, dp_accuracy),
     )
 }
 
 
 def figures_of(scores: Scores) -> dict[str, Any]:
+    if "accuracy" in scores:
+        return {"accuracy": {"mean": scores["accuracy"][0]}}
     found = {}
     for name, column in (("ssim", "paper_ssim"), ("plain_ssim", "ssim"), ("lpips", "lpips"), ("mse", "mse")):
         figure = figures.summarise([scores[column]])
@@ -264,14 +292,15 @@ def main() -> None:
         experiment, started, lines = EXPERIMENTS[name], time.monotonic(), {}
         for label, scores in experiment(given.root):
             lines[label] = found = figures_of(scores)
-            print(f"{label:60} SSIM {found['ssim']['mean']:.3f}  LPIPS {found['lpips']['mean']:.3f}", flush=True)
+            shown = [f"{name} {found[name]['mean']:.3f}" for name in ("ssim", "lpips", "accuracy") if name in found]
+            print(f"{label:60}", *shown, flush=True)
             result = {
                 "kind": "reason",
                 "experiment": name,
                 "question": experiment.__doc__,
                 "command": shlex.join(["python", "examples/reasons.py", name, "--root", given.root]),
                 "environment": record.environment(),
-                "device": str(BEST) if name.startswith("ig_") else "cpu",
+                "device": str(BEST) if name.startswith("ig_") or name.endswith("accuracy") else "cpu",
                 "seconds": time.monotonic() - started,
                 "seed": 0,
                 "pictures": "those of the cells with this seed in results/full",
