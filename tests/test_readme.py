@@ -87,12 +87,11 @@ def test_the_first_table_is_of_the_seeds_whose_first_is_beside_it() -> None:
 
 
 def test_what_a_generator_finds_is_recorded_in_the_first_page() -> None:
-    names = ("short_hardened1_cnn6", "short_hardened1_resnet18", "short_hardened_cnn6", "blind_none_resnet18")
-    single, large, mixed, label = (f"{100 * _mean(f'ggl+{name}', 'identified'):.0f} %" for name in names)
-    count = len(_scores("ggl+short_hardened1_resnet18", "ssim"))
+    names = [f"short_{defense}_{model}" for defense in ("hardened1", "hardened") for model in ("cnn6", "resnet18")]
+    found = [f"{100 * _mean(f'ggl+{name}', 'identified'):.0f} %" for name in (*names, "blind_none_resnet18")]
     text = " ".join(README.read_text().split())
-    assert f"identifies {single} of single ones behind the same noise on CNN6, {large} of {count} on ResNet18" in text
-    assert f"and {mixed} of mixed ones (CNN6), where {label} follow from the label" in text
+    assert f"identifies {found[0]} of single ones behind the same noise on CNN6, {found[1]} on ResNet18" in text
+    assert f"and of mixed ones {found[2]} and {found[3]}, where {found[4]} follow from the label" in text
 
 
 ATTACKED = {
@@ -110,6 +109,7 @@ ATTACKED = {
     "ATS, the transformed picture": "ig+mask_ats",
     "DP, noise of 0.01": "ig+mask_dp",
     "DP, an attacker who looks for 8x8 pictures": "ig+coarse_dp",
+    "DP, a generator searched: GGL": "ggl+short_dp",
     "the noise and rounding of `hardened`, without mixing": "ig+mask_hardened1",
     "the same, an attacker who looks for 8x8 pictures": "ig+coarse_hardened1",
     "without mixing, a generator searched: GGL": "ggl+short_hardened1",
@@ -136,14 +136,22 @@ PAINTED = {
     "LeNet, DP, noise of 0.01": "ggl+short_dp_lenet",
     "LeNet, `hardened` without mixing": "ggl+short_hardened1_lenet",
     "LeNet, `hardened`": "ggl+short_hardened_lenet",
+    "ResNet18, raw gradient": "ggl+short_none_resnet18",
+    "ResNet18, DP, noise of 0.01": "ggl+short_dp_resnet18",
     "ResNet18, `hardened` without mixing": "ggl+short_hardened1_resnet18",
+    "ResNet18, `hardened`": "ggl+short_hardened_resnet18",
     "the labels alone": "ggl+blind_none_resnet18_batch32",
-    "raw gradient": "ggl+all_none_cnn6_batch32",
-    "`hardened`": "ggl+all_hardened_cnn6_batch32",
 }
 
 
-@pytest.mark.parametrize(("label", "cell"), PAINTED.items())
+PAINTED_BATCHES = {
+    f"{shown}, {defense}": f"ggl+all_{name}_{model}_batch32"
+    for shown, model in (("CNN6", "cnn6"), ("ResNet18", "resnet18"))
+    for defense, name in (("raw gradient", "none"), ("published DGP", "dgp"), ("`hardened`", "hardened"))
+}
+
+
+@pytest.mark.parametrize(("label", "cell"), (PAINTED | PAINTED_BATCHES).items())
 def test_what_a_generator_finds_is_recorded(label: str, cell: str) -> None:
     name, batch, size = cell.partition("_batch")
     assert _row(label, name, batch + size) in (DOCS / "hardened.md").read_text()

@@ -567,7 +567,7 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
     sentences = [row for row in text.splitlines() if row.startswith("- dgp ")]
     assert len(sentences) == 1, "one line of the page differs"
     assert sentences[0].startswith("- dgp (SSIM7): "), "LPIPS agrees, SSIM does not"
-    assert "tested (`results/reasons/rgap_failed.json`): little is recovered in either case" in sentences[0]
+    assert "tested (`results/reasons/ig_smooth_deep.json`): the weight of the total variation" in sentences[0]
     assert "never isolates the last bin" in text
     assert "not run" in text
     # A result of an older definition of the cell is not passed off as this one.
