@@ -9,7 +9,7 @@ import math
 import tomllib
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     T = TypeVar("T", bound=DataclassInstance)
 else:
     T = TypeVar("T")
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a field of a settings dataclass, with the help text of its command-line option."""
+    return field(default=default, metadata={"help": text})
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
