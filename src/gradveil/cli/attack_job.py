@@ -20,7 +20,7 @@ from ..capture import full_precision
 from ..config import option
 from ..core import Attack, Batch, Defense, Observation, Reconstruction, ThreatModel
 from ..data import Dataset
-from ..defenses import ATS, DEFENSES
+from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..gate import observe
 from ..generator import load_generator
@@ -82,8 +82,7 @@ class AttackJob:
     @cached_property
     def defense(self) -> Defense:
         """The defense, told how pixels are normalised if it changes pictures."""
-        found = build(DEFENSES, self.settings.defense, "defense")
-        return replace(found, mean=self.victims.mean, std=self.victims.std) if isinstance(found, ATS) else found
+        return build(DEFENSES, self.settings.defense, "defense").fitted(self.victims.mean, self.victims.std)
 
     @cached_property
     def victims(self) -> Dataset:
