@@ -24,9 +24,9 @@ from . import progress
 from .adaptive import Target, aim
 from .bypass import before_bottleneck
 from .cma import minimise_blindly
-from .cost import MatchingCost, Terms
 from .imitation import understand
 from .labels import infer_labels
+from .matching_cost import MatchingCost, Terms
 from .memory import CPU_BYTES, candidates_within
 from .optimise import Descent, minimise
 from .simulate import Simulator, simulator

@@ -11,12 +11,12 @@ from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..errors import NeedError
 from . import objectives
 from .adaptive import Target
-from .cost import Comparison
 from .imitation import flat, forgets
 from .labels import infer_labels
 from .matching import GradientMatching
+from .matching_cost import Comparison
 from .optimise import minimise
-from .rounds import history_of, received
+from .rounds import history_of, uncovered
 from .simulate import simulator
 from .space import alike, box, device_of, start
 
@@ -58,7 +58,7 @@ class Joint(Attack):
 
     def _window(self, seen: Observation) -> list[Observation]:
         """Return the last rounds, the first of them with the upload before it."""
-        rounds = received(history_of(seen))
+        rounds = uncovered(history_of(seen))
         window = rounds[-self.rounds :]
         if window[0].round and not forgets(seen.defense):
             raise NeedError(f"this defense never forgets: follow it from round 0, not {window[0].round} (raise rounds)")

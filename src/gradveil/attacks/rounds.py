@@ -183,7 +183,7 @@ class Chained(Attack):
         return self.run_many([seen], [rng])[0]
 
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
-        chains = [received(history_of(one)) for one in seen]
+        chains = [uncovered(history_of(one)) for one in seen]
         for rounds in chains:
             if rounds[0].round != 0:
                 raise NeedError(f"the chain must begin in round 0, the first upload is of round {rounds[0].round}")
@@ -227,7 +227,7 @@ class Chained(Attack):
         return total - sent, doubt
 
 
-def received(rounds: list[Observation]) -> list[Observation]:
+def uncovered(rounds: list[Observation]) -> list[Observation]:
     """Return the uploads with zeros for what was not sent, also where noise covers it."""
     known = understand(rounds[-1])
     return [replace(one, grads=shaped(known.received(one.grads), one.grads)) for one in rounds]
