@@ -216,6 +216,11 @@ class Attack(ABC, Named):
         """What the threat model must grant, or the attack is reported as skipped."""
         return frozenset()
 
+    @property
+    def adaptive(self) -> bool:
+        """Whether the search uses what it knows about the defense."""
+        return False
+
     @abstractmethod
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         """Attack one upload."""

@@ -75,6 +75,10 @@ class GGL(Attack):
     def needs(self) -> frozenset[Knowledge]:
         return frozenset({"prior"})
 
+    @property
+    def adaptive(self) -> bool:
+        return self.masked != "never"
+
     def blind(self) -> "GGL":
         return replace(self, search="none")
 

@@ -109,7 +109,6 @@ class GradientMatching(Attack):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the attack uses what it knows about the defense."""
         return self.masked != "never" or self.weighting != "none" or self.reapply == "always"
 
     @property

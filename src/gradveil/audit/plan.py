@@ -124,7 +124,7 @@ def is_active(attack: Attack) -> bool:
 def is_adaptive(name: str, subject: Subject) -> bool:
     """Say whether the attack uses what it knows about the defenses, in its search or in what it plants."""
     attack, data = subject.attacks[name], subject.victims
-    if bool(getattr(attack, "adaptive", getattr(attack, "masked", "never") != "never")):
+    if attack.adaptive:
         return True
     plain = attack.fitted(None, data.mean, data.std)
     return any(attack.fitted(defense, data.mean, data.std) != plain for defense in subject.defenses.values())
