@@ -46,13 +46,7 @@ def audit(
     (the truth), report.html (one page that needs nothing else) and report.md (for a pull request). Ctrl-C keeps what
     is done. DGP and ADGP, as published, do not withstand an attacker who compares only the entries that arrived.
     """
-    settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
-    if flags["checkpoint"] and settled:
-        raise ConfigError(f"the checkpoint settles the model, its weights and the data: leave out {', '.join(settled)}")
-    values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
-    values |= {"defenses": defense} if defense else {}
-    values |= {"attacks": attack} if attack else {}
-    plan = from_mapping(values, Plan, str(config or "gradveil audit"))
+    plan = _plan(config, {**flags, "defenses": defense or None, "attacks": attack or None})
     before = Report.load(folder / "report.json") if resume else None
     found = subject(plan)
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,6 +72,15 @@ def audit(
     if any(row.status == "failed" for row in report.rows):
         err.print("[red]an attack failed[/]: the report says how")
         raise typer.Exit(1)
+
+
+def _plan(config: Path | None, flags: dict[str, Any]) -> Plan:
+    """Return what the configuration and the flags say, of which those not given are None."""
+    settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
+    if flags["checkpoint"] and settled:
+        raise ConfigError(f"the checkpoint settles the model, its weights and the data: leave out {', '.join(settled)}")
+    values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
+    return from_mapping(values, Plan, str(config or "gradveil audit"))
 
 
 @app.command()
