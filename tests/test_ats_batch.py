@@ -16,7 +16,7 @@ from gradveil.defenses import ATS, Chain, ErrorFeedback, TopK, dgp
 from gradveil.defenses.ats import _BATCHED, TRANSFORMATIONS, apply_policy, apply_to_batch, parse_policy
 from gradveil.training import Settings, assemble
 from gradveil.training.flat import Layout, Rows
-from gradveil.training.protectors import Transformed
+from gradveil.training.protectors.stateless import Transformed
 from gradveil.veil import derive_rng
 
 INDICES = [index for index, (name, _) in enumerate(TRANSFORMATIONS) if name in _BATCHED]

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tree
-from ..core import Batch, State
-from ..defenses import Hardened
-from ..defenses.hardened import FASTEST_FALL, extent, has_peaks, peak, rms
-from ..select import gpu
-from ..veil import derive_rng
-from .flat import Rows
-from .job import Job
-from .protector import Feedback
+from ... import tree
+from ...core import Batch, State
+from ...defenses import Hardened
+from ...defenses.hardened import FASTEST_FALL, extent, has_peaks, peak, rms
+from ...select import gpu
+from ...veil import derive_rng
+from ..flat import Rows
+from ..job import Job
+from .base import Feedback
 
 
 class Noisy(Feedback):
