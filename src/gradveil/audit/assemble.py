@@ -21,7 +21,7 @@ from ..spec import build, to_text
 from ..training import Checkpoint, load_checkpoint
 from ..training.feed import shards
 from ..training.job import pick_device
-from .plan import Plan, Subject, default_attacks, default_defenses
+from .plan import DEFAULT_DEFENSES, Plan, Subject, default_attacks
 from .verdict import BASELINE
 
 RECORDED = "cifar10"  # what the generator that comes along paints
@@ -80,7 +80,7 @@ def _prior(plan: Plan, victims: Dataset) -> nn.Module | None:
 
 
 def _fallback(saved: Checkpoint | None) -> tuple[str, ...]:
-    return default_defenses() if saved is None else (BASELINE, saved.settings.defense)
+    return DEFAULT_DEFENSES if saved is None else (BASELINE, saved.settings.defense)
 
 
 def _named(table: Any, texts: Sequence[str], kind: str) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from .. import check
 from ..config import option
 from ..core import Attack, Defense, LossFn, Tensors
 from ..data import Dataset
-from ..defenses import DEFENSES
 from ..training import Settings
 from .report import COLUMNS, Column
 from .verdict import BASELINE
 
+DEFAULT_DEFENSES = (BASELINE, "topk", "dgp", "hardened", "dp")
 QUICK = "tv_first=30.0"  # few steps want more smoothing at first
 NAIVE = f"{QUICK}, masked='never', weighting='none'"
 DEFAULT_ATTACKS = (
@@ -110,7 +110,8 @@ def cells(subject: Subject) -> list[Cell]:
     active attack is tried on clients without and with a guard.
     """
     attacks = sorted(subject.attacks, key=lambda name: not is_adaptive(name, subject))
-    tried = [(name, guard) for name in attacks for guard in (False, True)[: 1 + is_active(subject.attacks[name])]]
+    guards = {name: (False, True) if is_active(attack) else (False,) for name, attack in subject.attacks.items()}
+    tried = [(name, guarded) for name in attacks for guarded in guards[name]]
     defended = [name for name in subject.defenses if name != BASELINE]
     both = [Cell(column, BASELINE, *each) for column in COLUMNS for each in tried]
     return both + [Cell(column, name, *each) for column in COLUMNS for name in defended for each in tried]
@@ -133,9 +134,3 @@ def is_adaptive(name: str, subject: Subject) -> bool:
 def default_attacks(generator: bool = False) -> tuple[str, ...]:
     """Return what is tried when nobody says otherwise, with or without a generator of such pictures."""
     return (*DEFAULT_ATTACKS, SEARCH) if generator else DEFAULT_ATTACKS
-
-
-def default_defenses() -> tuple[str, ...]:
-    """Return what is audited when nobody says otherwise."""
-    hardened = ("hardened",) if "hardened" in DEFENSES else ()
-    return (BASELINE, "topk", "dgp", *hardened, "dp")

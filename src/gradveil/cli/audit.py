@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from ..audit import Audit, Event, Plan, Report, subject, summary, to_html, to_markdown, words, write
 from ..audit.compare import compare_reports, settings_changed
-from ..audit.plan import DEFAULT_ATTACKS, Scope, default_defenses
+from ..audit.plan import DEFAULT_ATTACKS, DEFAULT_DEFENSES, Scope
 from ..audit.report import COLUMNS
 from ..audit.spread import spread
 from ..config import from_mapping, read_toml
@@ -98,7 +98,7 @@ def init(
 def template() -> str:
     """Return a configuration with every setting at its default, each under its explanation."""
     lines = ["# An audit of gradveil. Every line shows its default; change what you need.", ""]
-    shown = {"defenses": default_defenses(), "attacks": DEFAULT_ATTACKS}
+    shown = {"defenses": DEFAULT_DEFENSES, "attacks": DEFAULT_ATTACKS}
     for f in fields(Plan):
         value = shown.get(f.name, f.default)
         text = json.dumps(value) if not isinstance(value, tuple) else json.dumps(value, indent=2)
@@ -174,7 +174,7 @@ def _table(report: Report) -> Table:
         verdict = report.judgement(defense.name).verdict
         parts = [report.judgement(defense.name, column) for column in COLUMNS]
         scores = [f"{words.number(p.worst)} ({words.number(p.floor)}) {escape(p.worst_attack or '')}" for p in parts]
-        upload = defense.uploads[-1] if defense.uploads else None
+        upload = defense.everyday
         share = words.percent(upload.bytes_sent / upload.bytes_dense) if upload else "–"
         name = escape(words.label(defense.name))
         table.add_row(name, f"[{STYLES[verdict]}]{verdict}[/]", *scores, share, words.percent(defense.accuracy))
