@@ -11,7 +11,7 @@ from torch import nn
 from .. import check, spec
 from ..errors import ConfigError
 from .deep import resnet18, vgg11
-from .inspect import dry_run, first_layer, has_batchnorm, last_linear, layers
+from .inspect import dry_run, evaluating, first_layer, has_batchnorm, last_linear, layers
 from .small import cnn6, lenet, mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -85,6 +85,7 @@ __all__ = [
     "MODELS",
     "build",
     "cnn6",
+    "evaluating",
     "first_layer",
     "has_batchnorm",
     "last_linear",

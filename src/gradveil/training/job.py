@@ -171,15 +171,9 @@ def autocast(settings: Settings, device: torch.device) -> "torch.autocast | null
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Dataset, job: Job, batch_size: int = 1000) -> float:
     """Return the share of `data` the model classifies correctly; training flags are left as they were."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     correct: Tensor | int = 0
-    try:
-        with kernels(job.settings, job.device), own_randomness(job.settings.seed, job.device):
-            for start in range(0, len(data), batch_size):
-                batch = data.batch(range(start, min(start + batch_size, len(data))))
-                correct = correct + (model(batch.inputs).argmax(1) == batch.labels).sum()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with models.evaluating(model), kernels(job.settings, job.device), own_randomness(job.settings.seed, job.device):
+        for start in range(0, len(data), batch_size):
+            batch = data.batch(range(start, min(start + batch_size, len(data))))
+            correct = correct + (model(batch.inputs).argmax(1) == batch.labels).sum()
     return int(correct) / len(data)
