@@ -90,9 +90,9 @@ class Chain(Defense):
 
     parts: tuple[Defense, ...]
 
-    def __init__(self, *parts: Defense, **named: tuple[Defense, ...]) -> None:
+    def __init__(self, *defenses: Defense, parts: tuple[Defense, ...] = ()) -> None:
         # `Chain(a, b)` for people, `Chain(parts=(a, b))` for data.
-        object.__setattr__(self, "parts", tuple(named.get("parts", parts)))
+        object.__setattr__(self, "parts", (*defenses, *parts))
         if not self.parts:
             raise ValueError("Chain needs at least one defense")
         late = [part.key() for part in self.parts[1:] if "per_example" in part.needs]
