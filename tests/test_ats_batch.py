@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradveil.core import Batch, Step
-from gradveil.defenses import ATS
+from gradveil.defenses import ATS, Chain, ErrorFeedback, TopK, dgp
 from gradveil.defenses.ats import _BATCHED, TRANSFORMATIONS, apply_policy, apply_to_batch, parse_policy
 from gradveil.training import Settings, assemble
 from gradveil.training.flat import Layout, Rows
-from gradveil.training.protectors import Transformed
+from gradveil.training.protectors.stateless import Transformed
 from gradveil.veil import derive_rng
 
 INDICES = [index for index, (name, _) in enumerate(TRANSFORMATIONS) if name in _BATCHED]
@@ -137,3 +137,10 @@ def test_the_fast_engine_transforms_the_pictures_of_all_users_in_one_go() -> Non
     expected = by_hand(job.defense, torch.cat([b.inputs for b in batches]), seed)
     assert torch.equal(torch.cat([b.inputs for b in found]), expected)
     assert torch.equal(torch.cat([b.labels for b in found]), torch.arange(12))
+
+
+def test_the_normalisation_of_the_data_reaches_ats_wherever_it_sits() -> None:
+    told = ATS(mean=(0.5,), std=(0.2,))
+    assert Chain(ATS(), dgp()).fitted((0.5,), (0.2,)) == Chain(told, dgp())
+    assert ErrorFeedback(Chain(ATS(), TopK())).fitted((0.5,), (0.2,)) == ErrorFeedback(Chain(told, TopK()))
+    assert told.fitted((0.1,), (0.1,)) == told  # what was given stays

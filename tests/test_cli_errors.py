@@ -35,6 +35,7 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("audit --defense dgpp", "unknown defense 'dgpp': did you mean dgp?"),
         ("audit --attack nope", "unknown attack 'nope': Known: blind"),
         ("audit --defense dgp(topp=0.1)", "'topp'; its options are top, bottom, rounding"),
+        ("audit --defense chain(dgp,noise=dp)", "'noise'; its options are defenses, parts"),
         ("audit --defense dgp(top=[1])", "top must be a share in [0, 1], got [1]"),
         ("audit --weights missing.safetensors", "cannot read the weights missing.safetensors"),
         ("audit --weights file", "cannot read the weights file"),

@@ -355,31 +355,6 @@ def test_a_small_alpha_gives_few_classes_each():
     assert classes_per_user(100.0) == 10
 
 
-def test_crop_and_flip_match_a_loop(rng: torch.Generator):
-    images = torch.randint(0, 256, (40, 3, 6, 5), generator=rng, dtype=torch.uint8)
-    seen = set()
-    for image, made in zip(images, data.random_crop_flip(images, rng, pad=2), strict=True):
-        padded = np.pad(image.numpy(), ((0, 0), (2, 2), (2, 2)))
-        matches = [
-            (top, left, flip)
-            for top in range(5)
-            for left in range(5)
-            for flip in (False, True)
-            if np.array_equal(made.numpy(), padded[:, top : top + 6, left : left + 5][..., :: -1 if flip else 1])
-        ]
-        assert matches
-        seen.update(matches)
-    assert {flip for *_, flip in seen} == {False, True}
-    assert len({top for top, *_ in seen}) == len({left for _, left, _ in seen}) == 5
-
-
-def test_augmentation_keeps_type_and_follows_its_generator():
-    images = torch.rand(8, 3, 8, 8)
-    first, again = (data.random_crop_flip(images, torch.Generator().manual_seed(5)) for _ in range(2))
-    assert first.dtype == torch.float32
-    assert torch.equal(first, again)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_data_on_the_gpu_is_the_same():
@@ -388,9 +363,6 @@ def test_data_on_the_gpu_is_the_same():
     index = torch.arange(16)
     assert torch.allclose(on_gpu.batch(index).inputs.cpu(), photos.batch(index).inputs, atol=1e-6)
     assert on_gpu.batch(index, "cpu").inputs.device.type == "cpu"
-    made = data.random_crop_flip(on_gpu.images[:16], torch.Generator().manual_seed(0))
-    assert torch.equal(made.cpu(), data.random_crop_flip(photos.images[:16], torch.Generator().manual_seed(0)))
-    assert data.random_crop_flip(on_gpu.images, torch.Generator("cuda").manual_seed(0)).is_cuda
 
 
 def test_no_download_is_left_to_chance():

@@ -23,8 +23,8 @@ from gradveil.models import build as build_model
 from gradveil.spec import build, to_text
 from gradveil.training import Settings, assemble
 from gradveil.training.flat import Layout, Rows
-from gradveil.training.hardened import Noisy
 from gradveil.training.protectors import protector_for
+from gradveil.training.protectors.hardened import Noisy
 
 N = 20_000
 GRID = [2 ** (k / 4) for k in range(-128, 257)]
@@ -327,7 +327,7 @@ def test_arguments(wrong: dict[str, float]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("bits", [0, 1, 2, 3])
 def test_gpu_kernel_does_the_same(bits: int, rng: torch.Generator) -> None:
-    from gradveil.training.release import Release
+    from gradveil.training.protectors.release import Release
 
     sizes = [1, 10, 5000, 100_001]
     grads, held = ([torch.randn(n, generator=rng).cuda() for n in sizes] for _ in range(2))

@@ -27,7 +27,7 @@ from gradveil import (
 )
 from gradveil.attacks.analytic import LinearReadout
 from gradveil.attacks.imprint import Imprint, Planted
-from gradveil.attacks.probe import pruned_shares
+from gradveil.attacks.pruning import pruned_shares
 from gradveil.attacks.spotlight import OwnSpotlight, Spotlight, smoothed
 from gradveil.attacks.traps import TrapWeights
 from gradveil.core import Grads, State, Step

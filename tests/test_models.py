@@ -234,3 +234,12 @@ def test_building_leaves_the_gpu_generator_alone():
     with torch.device("cuda"):
         same = models.build("lenet", num_classes=10, input_shape=CIFAR)
     assert all(torch.equal(a.cpu(), b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+
+
+def test_every_module_gets_its_own_mode_back() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())).train()
+    net[1][0].eval()  # a user's frozen statistics
+    before = [module.training for module in net.modules()]
+    with models.evaluating(net):
+        assert not any(module.training for module in net.modules())
+    assert [module.training for module in net.modules()] == before

@@ -37,10 +37,10 @@ from gradveil.training.fast import FastTrainer
 from gradveil.training.feed import Feed
 from gradveil.training.log import Log, read_rounds
 from gradveil.training.loop import Upload, Work
-from gradveil.training.protectors import White
+from gradveil.training.protectors.soteria import HiddenColumns
+from gradveil.training.protectors.stateless import White
 from gradveil.training.rounds import Round
 from gradveil.training.run import run, summary, trainer_for
-from gradveil.training.soteria import HiddenColumns
 from gradveil.veil import derive_rng
 
 assert commands  # importing it registers the commands

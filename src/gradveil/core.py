@@ -135,6 +135,10 @@ class Defense(ABC, Named):
         """Return the common positions this client proposes for an aligned round."""
         raise NeedError(f"{self.key()} has no aligned rounds: use AlignedDualPrune")
 
+    def fitted(self, mean: tuple[float, ...], std: tuple[float, ...]) -> "Defense":
+        """Return this defense set up for the data's normalisation, where it works on pixels and was given none."""
+        return self
+
     def prepare_model(self, model: nn.Module) -> nn.Module:
         """Return the model all parties train under this defense."""
         return model
@@ -211,6 +215,11 @@ class Attack(ABC, Named):
     def needs(self) -> frozenset[Knowledge]:
         """What the threat model must grant, or the attack is reported as skipped."""
         return frozenset()
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the search uses what it knows about the defense."""
+        return False
 
     @abstractmethod
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:

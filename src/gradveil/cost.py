@@ -91,11 +91,6 @@ def measure(
     )
 
 
-def paper_communication(model_name: str, defense_name: str, *, side: int = 32) -> float:
-    """Return the MiB the paper counts for one exchange, from one user's real message about two pictures."""
-    return measure(model_name, defense_name, users=1, batch_size=2, side=side).paper_mib
-
-
 @dataclass(frozen=True)
 class _Exchange:
     """One round: bytes (up, down) of a user, counted twice, and seconds (defense, encoding) of every user."""

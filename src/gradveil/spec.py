@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from .core import Named, Spec
 from .errors import ConfigError, GradveilError
 
-T = TypeVar("T", bound=Named)
+T = TypeVar("T")
 Table = Mapping[str, Callable[..., T]]
 
 

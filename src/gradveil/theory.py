@@ -40,7 +40,7 @@ def euclidean_degradation(distance: float, gamma: float, gradient_norm: float) -
     By the triangle inequality this is at most distance + sqrt(gamma) * ||g||. It is an upper bound on the attacker's
     error: the attacker may do better, down to zero, so it guarantees no privacy.
     """
-    _share(gamma)
+    check.fraction(gamma=gamma)
     check.non_negative(distance=distance, gradient_norm=gradient_norm)
     return distance + math.sqrt(gamma) * gradient_norm
 
@@ -56,7 +56,7 @@ def cosine_degradation(distance: float, gamma: float, *, orthogonal: bool = Fals
     >>> round(cosine_degradation(0.0, 0.64, orthogonal=True), 6), round(cosine_degradation(0.0, 0.64), 6)
     (0.4, 0.4)
     """
-    _share(gamma)
+    check.fraction(gamma=gamma)
     if not 0 <= distance <= 2:
         raise ValueError(f"distance must be a cosine distance in [0, 2], got {distance}")
     if orthogonal:
@@ -74,7 +74,7 @@ def residual_bound(gamma: float, gradient_norm: float) -> float:
     >>> residual_bound(0.5, 1.0), residual_bound(1.0, 1.0)
     (8.0, inf)
     """
-    _share(gamma)
+    check.fraction(gamma=gamma)
     check.non_negative(gradient_norm=gradient_norm)
     if gamma == 1:
         return math.inf
@@ -192,7 +192,3 @@ def jacobian_spectral_norm(
             return new_value
         value = new_value
     return value
-
-
-def _share(value: float) -> None:
-    check.fraction(gamma=value)

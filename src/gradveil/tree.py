@@ -55,6 +55,13 @@ def global_norm(tensors: Tensors) -> float:
     return float(sum(squares) ** 0.5)
 
 
+def cosine(a: Tensors, b: Tensors) -> float:
+    """Return the cosine of the angle between all entries of `a` and of `b`; 0 where either is zero."""
+    product = sum(float((a[name] * b[name]).sum()) for name in a)
+    norms = global_norm(a) * global_norm(b)
+    return product / norms if norms else 0.0
+
+
 def weighted_mean(trees: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     """Return the mean of several trees, weighted (by numbers of examples, say).
 

@@ -15,7 +15,7 @@ from gradveil.audit.plan import DEFAULT_ATTACKS
 from gradveil.audit.verdict import judge
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.cli.audit import template
-from gradveil.config import load_toml
+from gradveil.config import from_mapping, read_toml
 
 run = CliRunner().invoke
 
@@ -23,7 +23,7 @@ run = CliRunner().invoke
 def test_init_writes_a_config_that_loads(tmp_path) -> None:
     path = tmp_path / "audit.toml"
     assert run(app, ["init", str(path)]).exit_code == 0
-    plan = load_toml(path, Plan)
+    plan = from_mapping(read_toml(path), Plan)
     assert plan.model == Plan().model
     assert "dgp" in plan.defenses
     assert plan.attacks == DEFAULT_ATTACKS

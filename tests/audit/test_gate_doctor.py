@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 import gradveil
 from gradveil import tree
 from gradveil.audit.doctor import examine
-from gradveil.audit.gate import Thresholds, failures
 from gradveil.audit.report import Report
+from gradveil.audit.thresholds import Thresholds, failures
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.errors import ConfigError, GradveilError
 

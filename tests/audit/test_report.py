@@ -34,9 +34,9 @@ def test_not_a_number_is_null(report: Report) -> None:
         (lambda d: d.update(schema=99), "schema"),
         (lambda d: d.update(surprise=1), "unknown key 'surprise'"),
         (lambda d: d.pop("rows"), "incomplete"),
-        (lambda d: d.update(seed="0"), "report.seed"),
-        (lambda d: d["rows"][0].update(status="fine"), r"rows\[0\].status"),
-        (lambda d: d["rows"][0].update(scores=[1]), r"rows\[0\].scores"),
+        (lambda d: d.update(seed="0"), "report: seed must be int"),
+        (lambda d: d["rows"][0].update(status="fine"), r"rows\[0\]: status must be Literal\['ok'"),
+        (lambda d: d["rows"][0].update(scores=[1]), r"rows\[0\]: scores must be dict"),
         (lambda d: d["originals"].__setitem__(0, 3), r"originals\[0\] must be a table"),
     ],
 )

@@ -1,4 +1,15 @@
-"""The attacks, the table that names them, and the presets that carry a paper's settings."""
+"""The attacks, the table that names them, and the presets that carry a paper's settings.
+
+Which file is what:
+
+- attacks: `analytic`, `lowrank`, `rgap` solve equations; `matching`, `generative`, `rounds`, `joint` search; `imprint`,
+  `spotlight`, `traps` plant; `blind` is the floor
+- what an attacker finds out about an upload: `imitation`, `adaptive`, `bypass`, `received`, `pruning`, `averaging`;
+  `labels` and `label_search`
+- what a search is made of: `matching_cost` over `objectives` (`fused` on a GPU), `simulate` with `layers` and
+  `normalise`, `optimise` with `lbfgs`, `cma`, `space`, `memory`; what a solver is made of: `completion`, `stages`
+- for who waits: `progress`, `keep`
+"""
 
 from collections.abc import Callable
 

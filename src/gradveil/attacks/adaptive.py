@@ -76,12 +76,7 @@ def aim(
     noise = torch.cat([_noise_on(g, done).flatten() for g, done in tensors]) * weight
     sent = flat(seen.grads)
     if weighting == "auto" and bool(noise.any()):
-        # As a likelihood would: by one over the deviation. Below a tenth of the typical size noise does not matter.
-        # What is known exactly, if anything is, tells that size: the rest may be noise for the most part.
-        sure = weight * (noise == 0)
-        sure = sure if bool(sure.any()) else weight
-        typical = (sent * sure).square().sum().div(sure.sum().clamp_min(1)).sqrt()
-        trust = 1 / noise.clamp_min(0.1 * float(typical) + 1e-30)
+        trust = _trust(sent, weight, noise)
         weight, noise = weight * trust / trust.amax(), noise * trust / trust.amax()
     noise_share = float(noise.square().sum() / (sent * weight).square().sum().clamp_min(1e-30))
     low, high = _bands(tensors, pruned) if band else (None, None)
@@ -96,6 +91,15 @@ def aim(
         known.imitation if bends else None,
         min(noise_share, 1.0),
     )
+
+
+def _trust(sent: Tensor, weight: Tensor, noise: Tensor) -> Tensor:
+    """Return how much each entry counts for its noise: one over the deviation, as in a likelihood."""
+    # What is known exactly, if anything is, tells the typical size: the rest may be noise for the most part.
+    sure = weight * (noise == 0)
+    sure = sure if bool(sure.any()) else weight
+    typical = (sent * sure).square().sum().div(sure.sum().clamp_min(1)).sqrt()
+    return 1 / noise.clamp_min(0.1 * float(typical) + 1e-30)  # below a tenth of that size noise does not matter
 
 
 def _noise_on(g: Tensor, done: Behaviour) -> Tensor:

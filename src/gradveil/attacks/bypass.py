@@ -49,8 +49,8 @@ def before_bottleneck(seen: Observation) -> Observation:
     The encoder's bias gradient is the mean over the batch of the loss's slope at the encoder's output, noise and
     divergence included. A client whose loss is the product with these slopes has the same gradients in every layer up
     to the encoder. The slopes take the place of the labels: exact for one example; for more, a start for searching
-    them along with the pictures. Needs the bias gradient whole; of one example,
-    pruning hides only the slopes of units of which nothing arrived, and they count as zero.
+    them along with the pictures. Needs the bias gradient whole; of one example, pruning hides only the slopes of units
+    of which nothing arrived, and they count as zero.
     """
     found = [name for name, module in seen.model.named_modules() if isinstance(module, Bottleneck)]
     slope = _slopes(seen, f"{found[0]}.encode") if len(found) == 1 and seen.local_steps == 1 else None

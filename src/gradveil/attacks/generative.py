@@ -24,9 +24,9 @@ from . import progress
 from .adaptive import Target, aim
 from .bypass import before_bottleneck
 from .cma import minimise_blindly
-from .cost import MatchingCost, Terms
 from .imitation import understand
 from .labels import infer_labels
+from .matching_cost import MatchingCost, Terms
 from .memory import CPU_BYTES, candidates_within
 from .optimise import Descent, minimise
 from .simulate import Simulator, simulator
@@ -74,6 +74,10 @@ class GGL(Attack):
     @property
     def needs(self) -> frozenset[Knowledge]:
         return frozenset({"prior"})
+
+    @property
+    def adaptive(self) -> bool:
+        return self.masked != "never"
 
     def blind(self) -> "GGL":
         return replace(self, search="none")

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from .. import check
 from ..core import Attack, Defense, Knowledge, Observation, Reconstruction
 from ..errors import NeedError
-from .probe import pruned_shares
+from .pruning import pruned_shares
 from .space import box
 
 PHOTO_MEAN, PHOTO_SPREAD = 0.47, 0.12  # of the mean of a natural photograph, pixels in 0..1

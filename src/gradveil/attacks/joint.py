@@ -1,28 +1,28 @@
 """The pictures of several consecutive rounds, searched together."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .. import check
-from ..core import Attack, Knowledge, Observation, Reconstruction
+from ..core import Knowledge, Observation, Reconstruction
 from ..errors import NeedError
 from . import objectives
 from .adaptive import Target
-from .cost import Comparison
 from .imitation import flat, forgets
 from .labels import infer_labels
 from .matching import GradientMatching
+from .matching_cost import Comparison
 from .optimise import minimise
-from .rounds import history_of, received
+from .rounds import OverRounds, history_of, uncovered
 from .simulate import simulator
 from .space import alike, box, device_of, start
 
 
 @dataclass(frozen=True)
-class Joint(Attack):
+class Joint(OverRounds):
     """Simulate a client's error feedback over its last `rounds` rounds, and match all their uploads at once.
 
     What is sent of an entry is the sum of its gradients since it was sent before. Masks tell when that was, so every
@@ -32,9 +32,7 @@ class Joint(Attack):
     those of the rounds before.
     """
 
-    inner: GradientMatching = field(default_factory=GradientMatching)
     rounds: int = 3
-    adaptive = True  # says that it uses what it knows about the defense
 
     def __post_init__(self) -> None:
         check.at_least(1, rounds=self.rounds)
@@ -44,9 +42,6 @@ class Joint(Attack):
     @property
     def needs(self) -> frozenset[Knowledge]:
         return self.inner.needs | {"rounds", "defense"}
-
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        return self.run_many([seen], [rng])[0]
 
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
         found: dict[int, Reconstruction] = {}
@@ -58,7 +53,7 @@ class Joint(Attack):
 
     def _window(self, seen: Observation) -> list[Observation]:
         """Return the last rounds, the first of them with the upload before it."""
-        rounds = received(history_of(seen))
+        rounds = uncovered(history_of(seen))
         window = rounds[-self.rounds :]
         if window[0].round and not forgets(seen.defense):
             raise NeedError(f"this defense never forgets: follow it from round 0, not {window[0].round} (raise rounds)")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..core import Observation
-from .cost import Labels
 from .imitation import Understanding
 from .labels import infer_labels
+from .matching_cost import Labels
 from .space import device_of
 
 

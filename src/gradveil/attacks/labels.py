@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..core import Observation
 from ..errors import NeedError
-from ..models.inspect import last_linear
+from ..models.inspect import evaluating, last_linear
 from .imitation import Understanding, shaped, understand
 from .space import box, device_of, unit
 
@@ -126,13 +126,11 @@ def features_of_noise(seen: Observation, layer: nn.Linear) -> Tensor:
     x = low + torch.rand(PROBES, *seen.input_shape, generator=rng).to(device_of(seen)) * (high - low)
     received: list[Tensor] = []
     hook = layer.register_forward_pre_hook(lambda _module, args: received.append(args[0]))
-    training = seen.model.training
     try:
-        with torch.no_grad():
-            seen.model.eval()(x)
+        with evaluating(seen.model), torch.no_grad():
+            seen.model(x)
     finally:
         hook.remove()
-        seen.model.train(training)
     return received[-1]
 
 

@@ -12,9 +12,9 @@ from ..core import Attack, Knowledge, Observation, Reconstruction
 from ..models.inspect import has_batchnorm
 from .adaptive import Target, aim
 from .bypass import UpToEncoder, before_bottleneck
-from .cost import Labels, MatchingCost, Terms
 from .imitation import Understanding, understand
 from .label_search import first_labels, found_labels
+from .matching_cost import Labels, MatchingCost, Terms
 from .memory import CPU_BYTES, candidates_within, in_halves
 from .optimise import Cost, Descent, minimise
 from .simulate import simulator
@@ -109,7 +109,6 @@ class GradientMatching(Attack):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the attack uses what it knows about the defense."""
         return self.masked != "never" or self.weighting != "none" or self.reapply == "always"
 
     @property

@@ -56,6 +56,10 @@ class RGAP(Attack):
 
     masked: bool = True
 
+    @property
+    def adaptive(self) -> bool:
+        return self.masked
+
     def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
         if seen.num_examples != 1:
             raise NeedError(f"R-GAP recovers one example, this upload is of {seen.num_examples}")

@@ -41,7 +41,21 @@ def feeds_back(defense: Defense | None, seen: Observation) -> bool:
 
 
 @dataclass(frozen=True)
-class RepeatedRounds(Attack):
+class OverRounds(Attack):
+    """Shared by the attacks that run `inner` on what they make of a client's uploads."""
+
+    inner: GradientMatching = field(default_factory=GradientMatching)
+
+    @property
+    def adaptive(self) -> bool:
+        return True
+
+    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
+        return self.run_many([seen], [rng])[0]
+
+
+@dataclass(frozen=True)
+class RepeatedRounds(OverRounds):
     """A server that sends the same weights again and again and adds up what a client with the same batch returns.
 
     With error feedback, dividing the sum of an entry's uploads by the rounds it stands for gives its gradient exactly,
@@ -50,16 +64,9 @@ class RepeatedRounds(Attack):
     `averaging`). Assumes that the client's batch does not change.
     """
 
-    inner: GradientMatching = field(default_factory=GradientMatching)
-
-    adaptive = True  # says that it uses what it knows about the defense
-
     @property
     def needs(self) -> frozenset[Knowledge]:
         return self.inner.needs | {"rounds", "active"}
-
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        return self.run_many([seen], [rng])[0]
 
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
         # Labels are read off the sum as well, not off the last upload.
@@ -163,7 +170,7 @@ def accumulated(uploads: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Chained(Attack):
+class Chained(OverRounds):
     """Follow one client from its first round: reconstruct, compute its whole gradient, deduce what it kept, go on.
 
     Round t is compared with `sent - kept`, where kept is what the reconstructions so far imply. Entries sent in the
@@ -171,19 +178,12 @@ class Chained(Attack):
     earlier rounds were matched. Needs the defense, all rounds from the first, and each round's weights.
     """
 
-    inner: GradientMatching = field(default_factory=GradientMatching)
-
-    adaptive = True  # says that it uses what it knows about the defense
-
     @property
     def needs(self) -> frozenset[Knowledge]:
         return self.inner.needs | {"rounds", "defense"}
 
-    def run(self, seen: Observation, rng: torch.Generator) -> Reconstruction:
-        return self.run_many([seen], [rng])[0]
-
     def run_many(self, seen: list[Observation], rngs: list[torch.Generator]) -> list[Reconstruction]:
-        chains = [received(history_of(one)) for one in seen]
+        chains = [uncovered(history_of(one)) for one in seen]
         for rounds in chains:
             if rounds[0].round != 0:
                 raise NeedError(f"the chain must begin in round 0, the first upload is of round {rounds[0].round}")
@@ -227,7 +227,7 @@ class Chained(Attack):
         return total - sent, doubt
 
 
-def received(rounds: list[Observation]) -> list[Observation]:
+def uncovered(rounds: list[Observation]) -> list[Observation]:
     """Return the uploads with zeros for what was not sent, also where noise covers it."""
     known = understand(rounds[-1])
     return [replace(one, grads=shaped(known.received(one.grads), one.grads)) for one in rounds]

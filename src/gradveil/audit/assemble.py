@@ -20,8 +20,8 @@ from ..generator import load_generator
 from ..spec import build, to_text
 from ..training import Checkpoint, load_checkpoint
 from ..training.feed import shards
-from ..training.job import fitted, pick_device
-from .plan import Plan, Subject, default_attacks, default_defenses
+from ..training.job import pick_device
+from .plan import DEFAULT_DEFENSES, Plan, Subject, default_attacks
 from .verdict import BASELINE
 
 RECORDED = "cifar10"  # what the generator that comes along paints
@@ -50,7 +50,7 @@ def subject(
         model = models.build(name, num_classes=classes, input_shape=shape, seed=plan.seed)
         _load_weights(model, plan, saved)
     wanted = defenses or _named(DEFENSES, plan.defenses or _fallback(saved), "defense")
-    wanted = {name: fitted(defense, victims) for name, defense in wanted.items()}
+    wanted = {name: defense.fitted(victims.mean, victims.std) for name, defense in wanted.items()}
     bare = build(DEFENSES, BASELINE, "defense")
     if wanted.get(BASELINE, bare) != bare:
         raise ConfigError(f"{BASELINE!r} is the name of the undefended control: give the defense another")
@@ -80,7 +80,7 @@ def _prior(plan: Plan, victims: Dataset) -> nn.Module | None:
 
 
 def _fallback(saved: Checkpoint | None) -> tuple[str, ...]:
-    return default_defenses() if saved is None else (BASELINE, saved.settings.defense)
+    return DEFAULT_DEFENSES if saved is None else (BASELINE, saved.settings.defense)
 
 
 def _named(table: Any, texts: Sequence[str], kind: str) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _residuals(
     """Return the client's saved state for each defense that is the one it trained under."""
     if saved is None:
         return {}
-    own = to_text(fitted(build(DEFENSES, saved.settings.defense, "defense"), data))
+    own = to_text(build(DEFENSES, saved.settings.defense, "defense").fitted(data.mean, data.std))
     return {name: saved.users[plan.client] for name, d in defenses.items() if to_text(d) == own}
 
 

@@ -119,7 +119,7 @@ def train_mode_batchnorm(sent: Sequence[Sent]) -> Finding | None:
     if not (first.seen.model.training and has_batchnorm(first.seen.model)):
         return None
     calm = gradient(copy.deepcopy(first.seen.model).eval(), first.seen.loss_fn, first.trained_on)
-    alike = _cosine(calm, first.grads)
+    alike = tree.cosine(calm, first.grads)
     if alike >= APART:
         return None
     return Finding(
@@ -182,9 +182,3 @@ def _outputs(s: Sent) -> Tensor:
     with torch.no_grad():
         out: Tensor = model(batch.inputs)
     return out
-
-
-def _cosine(a: Grads, b: Grads) -> float:
-    product = sum(float((a[name] * b[name]).sum()) for name in a)
-    norms = tree.global_norm(a) * tree.global_norm(b)
-    return product / norms if norms else 0.0

@@ -1,19 +1,19 @@
 """What an audit is to do: the settings a person writes, and the objects they name."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from .. import check
+from ..config import option
 from ..core import Attack, Defense, LossFn, Tensors
 from ..data import Dataset
-from ..defenses import DEFENSES
 from ..training import Settings
 from .report import COLUMNS, Column
 from .verdict import BASELINE
 
+DEFAULT_DEFENSES = (BASELINE, "topk", "dgp", "hardened", "dp")
 QUICK = "tv_first=30.0"  # few steps want more smoothing at first
 NAIVE = f"{QUICK}, masked='never', weighting='none'"
 DEFAULT_ATTACKS = (
@@ -26,37 +26,31 @@ DEFAULT_ATTACKS = (
 SEARCH = "generator=ggl(steps=150, restarts=2, pool=32)"
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class Scope:
     """What an audit covers. The help texts are those of `gradveil audit --help` and of what `gradveil init` writes."""
 
-    model: str = _option("cnn6", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
-    weights: str = _option("", "Weights of the model: a safetensors file. Empty: freshly initialised.")
-    data: str = _option("photos", "photos and digits need no download; cifar10, cifar100, or a folder of pictures.")
-    size: int = _option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
-    mean: str = _option(
+    model: str = option("cnn6", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
+    weights: str = option("", "Weights of the model: a safetensors file. Empty: freshly initialised.")
+    data: str = option("photos", "photos and digits need no download; cifar10, cifar100, or a folder of pictures.")
+    size: int = option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
+    mean: str = option(
         "", "Mean the model's inputs are normalised with, such as 0.49,0.48,0.45. Empty: the data's own."
     )
-    std: str = _option(
-        "", "Standard deviation they are normalised with, such as 0.25,0.24,0.26. Empty: the data's own."
-    )
-    pictures: int = _option(6, "How many private pictures to attack.")
-    batch_size: int = _option(3, "Pictures in a client's batch, for the realistic column.")
-    round: int = _option(4, "Uploads the client made before the attacked one, for the realistic column.")
-    checkpoint: str = _option("", "A checkpoint of gradveil train: audit that run, with a client's real residual.")
-    client: int = _option(0, "Which client of the checkpoint.")
-    generator: str = _option(
+    std: str = option("", "Standard deviation they are normalised with, such as 0.25,0.24,0.26. Empty: the data's own.")
+    pictures: int = option(6, "How many private pictures to attack.")
+    batch_size: int = option(3, "Pictures in a client's batch, for the realistic column.")
+    round: int = option(4, "Uploads the client made before the attacked one, for the realistic column.")
+    checkpoint: str = option("", "A checkpoint of gradveil train: audit that run, with a client's real residual.")
+    client: int = option(0, "Which client of the checkpoint.")
+    generator: str = option(
         "", "A file of `gradveil generator train` for attacks to search. Empty: for cifar10 one that comes along."
     )
-    guard: bool = _option(False, "Judge by clients that refuse a manipulated model. Both cases are always reported.")
-    accuracy_rounds: int = _option(60, "Rounds of training to measure accuracy under each defense; 0: do not.")
-    budget: float = _option(0.0, "Minutes the audit may take; 0: no limit. What does not fit is reported as cut.")
-    device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
-    seed: int = _option(0, "Settles pictures, noise and the attackers' starting points.")
+    guard: bool = option(False, "Judge by clients that refuse a manipulated model. Both cases are always reported.")
+    accuracy_rounds: int = option(60, "Rounds of training to measure accuracy under each defense; 0: do not.")
+    budget: float = option(0.0, "Minutes the audit may take; 0: no limit. What does not fit is reported as cut.")
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto.")
+    seed: int = option(0, "Settles pictures, noise and the attackers' starting points.")
 
     def __post_init__(self) -> None:
         check.at_least(1, pictures=self.pictures, batch_size=self.batch_size)
@@ -73,8 +67,8 @@ class Scope:
 class Plan(Scope):
     """One audit: its scope, and what is tried."""
 
-    defenses: tuple[str, ...] = _option((), "Such as dgp or mild=dual_prune(top=0.1). Empty: the usual ones.")
-    attacks: tuple[str, ...] = _option(
+    defenses: tuple[str, ...] = option((), "Such as dgp or mild=dual_prune(top=0.1). Empty: the usual ones.")
+    attacks: tuple[str, ...] = option(
         (),
         "Such as inverting_gradients(steps=500). Empty: one naive, one adaptive, one for coarse forms, and one that "
         "searches a generator where there is one.",
@@ -116,7 +110,8 @@ def cells(subject: Subject) -> list[Cell]:
     active attack is tried on clients without and with a guard.
     """
     attacks = sorted(subject.attacks, key=lambda name: not is_adaptive(name, subject))
-    tried = [(name, guard) for name in attacks for guard in (False, True)[: 1 + is_active(subject.attacks[name])]]
+    guards = {name: (False, True) if is_active(attack) else (False,) for name, attack in subject.attacks.items()}
+    tried = [(name, guarded) for name in attacks for guarded in guards[name]]
     defended = [name for name in subject.defenses if name != BASELINE]
     both = [Cell(column, BASELINE, *each) for column in COLUMNS for each in tried]
     return both + [Cell(column, name, *each) for column in COLUMNS for name in defended for each in tried]
@@ -130,7 +125,7 @@ def is_active(attack: Attack) -> bool:
 def is_adaptive(name: str, subject: Subject) -> bool:
     """Say whether the attack uses what it knows about the defenses, in its search or in what it plants."""
     attack, data = subject.attacks[name], subject.victims
-    if bool(getattr(attack, "adaptive", getattr(attack, "masked", "never") != "never")):
+    if attack.adaptive:
         return True
     plain = attack.fitted(None, data.mean, data.std)
     return any(attack.fitted(defense, data.mean, data.std) != plain for defense in subject.defenses.values())
@@ -139,9 +134,3 @@ def is_adaptive(name: str, subject: Subject) -> bool:
 def default_attacks(generator: bool = False) -> tuple[str, ...]:
     """Return what is tried when nobody says otherwise, with or without a generator of such pictures."""
     return (*DEFAULT_ATTACKS, SEARCH) if generator else DEFAULT_ATTACKS
-
-
-def default_defenses() -> tuple[str, ...]:
-    """Return what is audited when nobody says otherwise."""
-    hardened = ("hardened",) if "hardened" in DEFENSES else ()
-    return (BASELINE, "topk", "dgp", *hardened, "dp")

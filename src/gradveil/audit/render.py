@@ -70,7 +70,7 @@ def to_markdown(report: Report) -> str:
     ]
     for defense in report.defenses:
         parts = [report.judgement(defense.name, column) for column in COLUMNS]
-        upload = next((u for u in reversed(defense.uploads)), None)
+        upload = defense.everyday
         sent = words.percent(upload.bytes_sent / upload.bytes_dense) if upload else "–"
         cells = [f"{words.number(p.worst)} ({_md(p.worst_attack or '–')})" for p in parts]
         verdict = report.judgement(defense.name).verdict

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import record
+from ..config import finite, from_mapping
 from ..errors import ConfigError
-from .plain import finite, read
 
 SCHEMA = 2
 Column = Literal["diagnostic", "realistic"]
@@ -238,7 +238,7 @@ class Report:
         found = data.get("schema") if isinstance(data, dict) else None
         if found != SCHEMA:
             raise ConfigError(f"this is not a report of schema {SCHEMA} (found {found!r}): run the audit again")
-        return read(Report, data, "report")
+        return from_mapping(data, Report, "report")
 
     @staticmethod
     def load(path: str | Path) -> "Report":

@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from .. import metrics, tree
-from ..core import Batch, Grads, Reconstruction
+from ..core import Batch, Reconstruction
 from ..data import to_pixels
 from ..veil import derive_rng
 from .clients import Sent
@@ -215,7 +215,7 @@ def describe_uploads(column: Column, sent: Sequence[Sent]) -> Upload:
         positions_bytes=round(fmean(w.positions_bytes for w in weighed)),
         paper_bytes=round(fmean(w.paper_bytes for w in weighed)),
         distance=fmean(away),
-        cosine=fmean(_cosine(s.grads, s.seen.grads) for s in sent),
+        cosine=fmean(tree.cosine(s.grads, s.seen.grads) for s in sent),
         residual_ratio=fmean(held) if held else None,
         seconds=fmean(s.seconds for s in sent),
         waited=fmean(s.waited for s in sent),
@@ -236,9 +236,3 @@ def _layer(true: Tensor, sent: Tensor) -> tuple[float, float, float]:
         float(size[left].square().sum()) / energy if energy else 0.0,
         float(left[top].double().mean()),
     )
-
-
-def _cosine(a: Grads, b: Grads) -> float:
-    product = sum(float((a[name] * b[name]).sum()) for name in a)
-    norms = tree.global_norm(a) * tree.global_norm(b)
-    return product / norms if norms else 0.0

@@ -12,7 +12,7 @@ def headline(report: Report) -> str:
     """Return the one sentence a reader should take away."""
     if not _control_leaks(report):
         return "The attacks did not work even without a defense, so nothing here is evidence of privacy"
-    groups = {verdict: _with(report, verdict) for verdict in ("leaks", "holds", "incomplete")}
+    groups = {verdict: _judged(report, verdict) for verdict in ("leaks", "holds", "incomplete")}
     if not any(groups.values()):
         return "This model's gradient gives its pictures away"
     parts = []
@@ -58,7 +58,7 @@ def advice(report: Report) -> list[str]:
             "Until then treat every gradient as if it gave its pictures away.",
             *_published(report),
         ]
-    leaks, holds, unjudged = (_with(report, verdict) for verdict in ("leaks", "holds", "incomplete"))
+    leaks, holds, unjudged = (_judged(report, verdict) for verdict in ("leaks", "holds", "incomplete"))
     out = []
     if leaks:
         out.append(f"Do not count on {listed(leaks, 'or')} to keep pictures private.")
@@ -132,7 +132,7 @@ def _control_leaks(report: Report) -> bool:
     return any(j.verdict == "leaks" for j in report.judgements if j.defense == BASELINE and j.column is None)
 
 
-def _with(report: Report, verdict: Verdict) -> list[str]:
+def _judged(report: Report, verdict: Verdict) -> list[str]:
     overall = [j for j in report.judgements if j.column is None and j.defense != BASELINE]
     return [j.defense for j in overall if j.verdict == verdict]
 

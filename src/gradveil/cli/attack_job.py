@@ -4,7 +4,7 @@ import copy
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from .. import check, data, metrics, models
 from ..attacks import ATTACKS, missing
 from ..capture import full_precision
+from ..config import option
 from ..core import Attack, Batch, Defense, Observation, Reconstruction, ThreatModel
 from ..data import Dataset
-from ..defenses import ATS, DEFENSES
+from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..gate import observe
 from ..generator import load_generator
@@ -30,31 +31,27 @@ from ..training.job import own_randomness, pick_device
 from ..veil import Veil, derive_rng
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class AttackSettings:
     """Options of `gradveil attack`."""
 
-    model: str = _option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
-    data: str = _option("photos", "photos and digits need no download; cifar10, cifar100, or a folder of pictures.")
-    root: str = _option("", "Where the dataset's files lie; empty: the usual places.")
-    defense: str = _option("none", "What the client does, such as hardened or dgp; see gradveil list.")
-    attack: str = _option("inverting_gradients", "What the server does, such as joint(rounds=2); see docs/attacks.md.")
-    pictures: int = _option(4, "How many private pictures to attack.")
-    batch_size: int = _option(1, "Pictures in one upload.")
-    rounds: int = _option(0, "Uploads the client made before the attacked one, with other pictures.")
-    freeze: bool = _option(False, "The server repeats the weights, and the client its batch, in those rounds.")
-    lr: float = _option(0.01, "Learning rate of the server between those rounds.")
-    train_mode: bool = _option(False, "Compute gradients in training mode: BatchNorm uses batch statistics.")
-    labels: str = _option("known", "known: the attacker is given the labels. inferred: it must find them.")
-    steps: int = _option(0, "Steps of the attack; 0: as many as it has.")
-    generator: str = _option("", "Generator file for the attack GGL; empty: the one of gradveil.")
-    group: int = _option(20, "Uploads attacked together; what is done is kept after each group.")
-    device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
-    seed: int = _option(0, "Settles the model, the pictures, noise and starting points.")
+    model: str = option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
+    data: str = option("photos", "photos and digits need no download; cifar10, cifar100, or a folder of pictures.")
+    root: str = option("", "Where the dataset's files lie; empty: the usual places.")
+    defense: str = option("none", "What the client does, such as hardened or dgp; see gradveil list.")
+    attack: str = option("inverting_gradients", "What the server does, such as joint(rounds=2); see docs/attacks.md.")
+    pictures: int = option(4, "How many private pictures to attack.")
+    batch_size: int = option(1, "Pictures in one upload.")
+    rounds: int = option(0, "Uploads the client made before the attacked one, with other pictures.")
+    freeze: bool = option(False, "The server repeats the weights, and the client its batch, in those rounds.")
+    lr: float = option(0.01, "Learning rate of the server between those rounds.")
+    train_mode: bool = option(False, "Compute gradients in training mode: BatchNorm uses batch statistics.")
+    labels: str = option("known", "known: the attacker is given the labels. inferred: it must find them.")
+    steps: int = option(0, "Steps of the attack; 0: as many as it has.")
+    generator: str = option("", "Generator file for the attack GGL; empty: the one of gradveil.")
+    group: int = option(20, "Uploads attacked together; what is done is kept after each group.")
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto.")
+    seed: int = option(0, "Settles the model, the pictures, noise and starting points.")
 
     def __post_init__(self) -> None:
         check.at_least(1, pictures=self.pictures, batch_size=self.batch_size, group=self.group)
@@ -85,8 +82,7 @@ class AttackJob:
     @cached_property
     def defense(self) -> Defense:
         """The defense, told how pixels are normalised if it changes pictures."""
-        found = build(DEFENSES, self.settings.defense, "defense")
-        return replace(found, mean=self.victims.mean, std=self.victims.std) if isinstance(found, ATS) else found
+        return build(DEFENSES, self.settings.defense, "defense").fitted(self.victims.mean, self.victims.std)
 
     @cached_property
     def victims(self) -> Dataset:

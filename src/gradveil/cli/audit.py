@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from ..audit import Audit, Event, Plan, Report, subject, summary, to_html, to_markdown, words, write
 from ..audit.compare import compare_reports, settings_changed
-from ..audit.plan import DEFAULT_ATTACKS, Scope, default_defenses
+from ..audit.plan import DEFAULT_ATTACKS, DEFAULT_DEFENSES, Scope
 from ..audit.report import COLUMNS
 from ..audit.spread import spread
 from ..config import from_mapping, read_toml
@@ -46,13 +46,7 @@ def audit(
     (the truth), report.html (one page that needs nothing else) and report.md (for a pull request). Ctrl-C keeps what
     is done. DGP and ADGP, as published, do not withstand an attacker who compares only the entries that arrived.
     """
-    settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
-    if flags["checkpoint"] and settled:
-        raise ConfigError(f"the checkpoint settles the model, its weights and the data: leave out {', '.join(settled)}")
-    values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
-    values |= {"defenses": defense} if defense else {}
-    values |= {"attacks": attack} if attack else {}
-    plan = from_mapping(values, Plan, str(config or "gradveil audit"))
+    plan = _plan(config, {**flags, "defenses": defense or None, "attacks": attack or None})
     before = Report.load(folder / "report.json") if resume else None
     found = subject(plan)
     folder.mkdir(parents=True, exist_ok=True)
@@ -80,6 +74,15 @@ def audit(
         raise typer.Exit(1)
 
 
+def _plan(config: Path | None, flags: dict[str, Any]) -> Plan:
+    """Return what the configuration and the flags say, of which those not given are None."""
+    settled = [f"--{name.replace('_', '-')}" for name in OF_THE_RUN if flags[name] is not None]
+    if flags["checkpoint"] and settled:
+        raise ConfigError(f"the checkpoint settles the model, its weights and the data: leave out {', '.join(settled)}")
+    values = {**(read_toml(config) if config else {}), **{k: v for k, v in flags.items() if v is not None}}
+    return from_mapping(values, Plan, str(config or "gradveil audit"))
+
+
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("audit.toml"),
@@ -95,7 +98,7 @@ def init(
 def template() -> str:
     """Return a configuration with every setting at its default, each under its explanation."""
     lines = ["# An audit of gradveil. Every line shows its default; change what you need.", ""]
-    shown = {"defenses": default_defenses(), "attacks": DEFAULT_ATTACKS}
+    shown = {"defenses": DEFAULT_DEFENSES, "attacks": DEFAULT_ATTACKS}
     for f in fields(Plan):
         value = shown.get(f.name, f.default)
         text = json.dumps(value) if not isinstance(value, tuple) else json.dumps(value, indent=2)
@@ -171,7 +174,7 @@ def _table(report: Report) -> Table:
         verdict = report.judgement(defense.name).verdict
         parts = [report.judgement(defense.name, column) for column in COLUMNS]
         scores = [f"{words.number(p.worst)} ({words.number(p.floor)}) {escape(p.worst_attack or '')}" for p in parts]
-        upload = defense.uploads[-1] if defense.uploads else None
+        upload = defense.everyday
         share = words.percent(upload.bytes_sent / upload.bytes_dense) if upload else "–"
         name = escape(words.label(defense.name))
         table.add_row(name, f"[{STYLES[verdict]}]{verdict}[/]", *scores, share, words.percent(defense.accuracy))

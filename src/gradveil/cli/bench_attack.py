@@ -12,8 +12,8 @@ import typer
 from rich.table import Table
 from torch import Tensor, nn
 
-from ..attacks.cost import MatchingCost
 from ..attacks.matching import GradientMatching
+from ..attacks.matching_cost import MatchingCost
 from ..attacks.objectives import total_variation
 from ..attacks.optimise import Adam
 from ..attacks.simulate import Vmapped

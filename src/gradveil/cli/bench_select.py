@@ -2,7 +2,6 @@
 
 import functools
 import gc
-import json
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from rich.table import Table
 from torch import Tensor
 
 from .. import models, select
-from ..record import command, environment
+from ..record import command, environment, write_json
 from . import out
 from .bench import bench_app
 
@@ -120,14 +119,8 @@ def bench_select(
     out.print(table)
     out.print(f"memory beyond inputs and outputs: {extra:.2f} of the gradient")
     if json_out:
-        record = {
-            "entries": entries,
-            "ms": times,
-            "extra_memory": extra,
-            "command": command(),
-            "environment": environment(),
-        }
-        json_out.write_text(json.dumps(record, indent=1))
+        figures = {"entries": entries, "ms": times, "extra_memory": extra}
+        write_json(json_out, {**figures, "command": command(), "environment": environment()})
 
 
 def _extra_memory(

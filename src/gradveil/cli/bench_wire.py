@@ -43,7 +43,7 @@ class Phase:
     down: list[int] = field(default_factory=list)  # bytes, one entry per client asked
     up: list[int] = field(default_factory=list)
     work: list[float] = field(default_factory=list)  # processor seconds of each client, training left out
-    heaviest: tuple[list[bytes], list[bytes]] = ((), ())  # type: ignore[assignment]
+    heaviest: tuple[list[bytes], list[bytes]] = field(default_factory=lambda: ([], []))
 
 
 @dataclass

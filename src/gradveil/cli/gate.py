@@ -9,8 +9,8 @@ from rich.table import Table
 
 from ..audit import Report, words
 from ..audit.doctor import Examination, examine
-from ..audit.gate import Thresholds, failures
 from ..audit.report import COLUMNS, Column
+from ..audit.thresholds import Thresholds, failures
 from ..defenses import DEFENSES
 from ..spec import build, import_object, users_code
 from . import app, err, out

@@ -1,4 +1,4 @@
-"""Datasets by name or path, their partitions among users, and augmentation."""
+"""Datasets by name or path, and their partitions among users."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 from .. import check
 from ..errors import ConfigError
-from .augment import random_crop_flip
 from .bundled import load_digits, load_photos
 from .cifar import LAYOUTS, is_original, load_cifar
 from .dataset import Dataset, channel_statistics, normalise, to_pixels
@@ -88,6 +87,5 @@ __all__ = [
     "normalise",
     "partition_dirichlet",
     "partition_iid",
-    "random_crop_flip",
     "to_pixels",
 ]

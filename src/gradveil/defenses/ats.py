@@ -1,7 +1,7 @@
 """ATS: train on pictures transformed by a searched policy, so that what leaks is the transformed picture."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 from typing import Any
@@ -67,6 +67,9 @@ class ATS(Defense):
             raise ValueError(f"mean and std must have one entry per channel, got {self.mean} and {self.std}")
         for value in self.std:
             check.positive(std=value)
+
+    def fitted(self, mean: tuple[float, ...], std: tuple[float, ...]) -> "ATS":
+        return replace(self, mean=mean, std=std) if (self.mean, self.std) == ((0.0,), (1.0,)) else self
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         return dict(grads), state

@@ -66,6 +66,9 @@ class ErrorFeedback(Defense):
         total = tree.add(grads, self._residual_for(grads, state))
         return self.inner.propose(total, tree.only("inner", state), step)
 
+    def fitted(self, mean: tuple[float, ...], std: tuple[float, ...]) -> "ErrorFeedback":
+        return ErrorFeedback(self.inner.fitted(mean, std))
+
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return self.inner.prepare_model(model)
 
@@ -87,9 +90,9 @@ class Chain(Defense):
 
     parts: tuple[Defense, ...]
 
-    def __init__(self, *parts: Defense, **named: tuple[Defense, ...]) -> None:
+    def __init__(self, *defenses: Defense, parts: tuple[Defense, ...] = ()) -> None:
         # `Chain(a, b)` for people, `Chain(parts=(a, b))` for data.
-        object.__setattr__(self, "parts", tuple(named.get("parts", parts)))
+        object.__setattr__(self, "parts", (*defenses, *parts))
         if not self.parts:
             raise ValueError("Chain needs at least one defense")
         late = [part.key() for part in self.parts[1:] if "per_example" in part.needs]
@@ -133,6 +136,9 @@ class Chain(Defense):
                 return part.propose(grads, tree.only(str(i), state), step)
             grads, _ = part.apply(grads, tree.only(str(i), state), step)
         return super().propose(grads, state, step)
+
+    def fitted(self, mean: tuple[float, ...], std: tuple[float, ...]) -> "Chain":
+        return Chain(*(part.fitted(mean, std) for part in self.parts))
 
     def prepare_model(self, model: nn.Module) -> nn.Module:
         return reduce(lambda m, part: part.prepare_model(m), self.parts, model)

@@ -29,7 +29,23 @@ def _wide(g: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DPNoise(Defense):
+class _Clipped(Defense):
+    """Shared by the defenses that clip and add noise measured by the clip."""
+
+    clip: float = 1.0
+    noise_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        check.positive(clip=self.clip)
+        check.non_negative(noise_multiplier=self.noise_multiplier)
+
+    @property
+    def noisy(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class DPNoise(_Clipped):
     """DP-SGD: clip every example's gradient to norm `clip`, add noise to their sum, divide by their number.
 
     Guarantees: the noise on the sum has standard deviation `noise_multiplier * clip`, so with every batch drawn by
@@ -43,20 +59,9 @@ class DPNoise(Defense):
     Reference: Abadi et al., "Deep Learning with Differential Privacy".
     """
 
-    clip: float = 1.0
-    noise_multiplier: float = 1.0
-
-    def __post_init__(self) -> None:
-        check.positive(clip=self.clip)
-        check.non_negative(noise_multiplier=self.noise_multiplier)
-
     @property
     def needs(self) -> frozenset[Need]:
         return frozenset({"per_example"})
-
-    @property
-    def noisy(self) -> bool:
-        return True
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         std = self.noise_multiplier * self.clip
@@ -68,7 +73,7 @@ class DPNoise(Defense):
 
 
 @dataclass(frozen=True)
-class ClipNoise(Defense):
+class ClipNoise(_Clipped):
     """Clip the client's whole gradient to norm `clip` and add noise of standard deviation `noise_multiplier * clip`.
 
     Guarantees: each upload hides whether this client's data took part in it, without trusting the server; `epsilon`
@@ -79,17 +84,6 @@ class ClipNoise(Defense):
     front, `Chain(ErrorFeedback(TopK()), ClipNoise())`, is covered too, since the clip bounds what leaves; the noise
     then lands on every entry and the message is dense.
     """
-
-    clip: float = 1.0
-    noise_multiplier: float = 1.0
-
-    def __post_init__(self) -> None:
-        check.positive(clip=self.clip)
-        check.non_negative(noise_multiplier=self.noise_multiplier)
-
-    @property
-    def noisy(self) -> bool:
-        return True
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         wide = {name: _wide(g) for name, g in grads.items()}

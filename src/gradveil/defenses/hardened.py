@@ -43,12 +43,12 @@ class Hardened(Defense):
 
     `examples` is how many private examples are mixed before anything leaves: a client with smaller batches adds up
     gradients and uploads nothing until then. It is what hides a picture; the noise alone does not, from an attacker
-    who searches a generator. `noise` is the standard deviation of the noise in units of the RMS of
-    the gradient tensor, or of half of its largest fully connected unit's, rounded up to a power of 2 ** (1 / 4);
-    from upload to upload it falls by at most 1 %. Without it the values of one upload carry at most `nats` about the
-    batch, and a small model gets noise `LEAST_NOISE`. `bits` is what one entry costs on the wire: 1 to 3, or 0 for
-    unrounded floats. `memory` is the share of the noise that is taken back later; 1 costs training least, less than
-    0.99 bounds what any number of later rounds can add about one batch.
+    who searches a generator. `noise` is the standard deviation of the noise in units of the RMS of the gradient tensor,
+    or of half of its largest fully connected unit's, rounded up to a power of 2 ** (1 / 4); from upload to upload it
+    falls by at most 1 %. Without it the values of one upload carry at most `nats` about the batch, and a small model
+    gets noise `LEAST_NOISE`. `bits` is what one entry costs on the wire: 1 to 3, or 0 for unrounded floats. `memory` is
+    the share of the noise that is taken back later; 1 costs training least, less than 0.99 bounds what any number of
+    later rounds can add about one batch.
 
     Guarantees: one upload carries at most `theory.release_information(n, noise, tensors)` nats about all its examples
     together. The residual stays within a few multiples of the noise. Does not guarantee differential privacy: single

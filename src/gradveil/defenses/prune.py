@@ -5,6 +5,7 @@ AAAI 2024) removes both. Wrapped in `ErrorFeedback`, what is removed is added to
 gets it in the end. `dgp()` in `gradveil.defenses` is exactly the paper's method.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -17,9 +18,9 @@ from ..core import Defense, Grads, State, Step
 class _BandPrune(Defense):
     """Shared by the operators that send a band of ranks of every tensor."""
 
+    @abstractmethod
     def band(self, n: int) -> tuple[int, int]:
         """Return (entries removed at the top, entries sent) for a tensor of `n` entries."""
-        raise NotImplementedError
 
     def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
         sent = select.prune(list(grads.values()), self._bands(grads))

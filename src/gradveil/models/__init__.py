@@ -3,7 +3,7 @@
 import inspect as signatures
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch import nn
 from .. import check, spec
 from ..errors import ConfigError
 from .deep import resnet18, vgg11
-from .inspect import dry_run, first_layer, has_batchnorm, last_linear, layers
+from .inspect import dry_run, evaluating, first_layer, has_batchnorm, last_linear, layers
 from .small import cnn6, lenet, mlp
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -47,7 +47,7 @@ def build(name: str, *, num_classes: int, input_shape: tuple[int, ...], seed: in
             return _imported(name, num_classes, shape)
         table = {key: partial(make, num_classes, shape) for key, make in MODELS.items()}
         try:
-            model = cast(nn.Module, spec.build(cast(Any, table), name, "model"))
+            model = spec.build(table, name, "model")
         except RuntimeError as error:
             raise ConfigError(f"model {name} cannot take inputs of shape {shape}: {error}") from error
         return _fitting(model, name, num_classes, shape)
@@ -85,6 +85,7 @@ __all__ = [
     "MODELS",
     "build",
     "cnn6",
+    "evaluating",
     "first_layer",
     "has_batchnorm",
     "last_linear",

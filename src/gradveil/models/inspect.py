@@ -1,5 +1,8 @@
 """What an attack must find in a model it did not build: its first layer, its classifier, its BatchNorm."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -59,12 +62,19 @@ def dry_run(model: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
     """Run the model on two black pictures and leave no trace."""
     first = next(model.parameters(), torch.zeros(0))
     zeros = torch.zeros(2, *input_shape, dtype=first.dtype, device=first.device)
-    modes = {module: module.training for module in model.modules()}
     cuda = [first.device] if first.device.type == "cuda" else []
+    with evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=cuda):
+        out: Tensor = model(zeros)
+        return out
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode; afterwards every module has the mode it had, also where they differed."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=cuda):
-            out: Tensor = model.eval()(zeros)
-            return out
+        yield
     finally:
         for module, mode in modes.items():
             module.training = mode

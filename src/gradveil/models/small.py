@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from .. import check
+from .inspect import evaluating
 
 Shape = tuple[int, ...]
 
@@ -48,9 +49,7 @@ def mlp(num_classes: int, input_shape: Shape, hidden: int = 256) -> nn.Module:
 
 def classify(features: nn.Module, num_classes: int, input_shape: Shape, bias: bool = True) -> nn.Module:
     """Put one linear layer behind `features`, as wide as the features of one `input_shape` picture."""
-    training = features.training
-    with torch.no_grad():
-        wide = features.eval()(torch.zeros(1, *input_shape)).numel()
-    features.train(training)
+    with evaluating(features), torch.no_grad():
+        wide = features(torch.zeros(1, *input_shape)).numel()
     classifier = nn.Linear(wide, num_classes, bias=bias)
     return nn.Sequential(OrderedDict(features=features, flatten=nn.Flatten(), classifier=classifier))

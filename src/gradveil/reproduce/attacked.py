@@ -25,7 +25,7 @@ from ..generator import GeneratorSettings, load_generator, train_generator
 from ..gradients import local_update, parameters
 from ..metrics.perceptual import lpips_weights
 from ..spec import build
-from ..training.job import fitted, own_randomness
+from ..training.job import own_randomness
 from ..veil import Veil, derive_rng
 from .cells import AttackCell
 from .pictures import load_split, others, victims
@@ -122,7 +122,7 @@ def _subject(
         victims=data.subset(chosen),
         private=train.subset(private),
         public=train.subset(public),
-        defenses={cell.defense: fitted(build(DEFENSES, cell.defense_text, "defense"), data)},
+        defenses={cell.defense: build(DEFENSES, cell.defense_text, "defense").fitted(data.mean, data.std)},
         attacks={cell.attack: attack},
         device=place.device,
     )

@@ -15,7 +15,6 @@ from ..data.cifar import LAYOUTS
 from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..spec import build
-from ..training.job import fitted
 from ..veil import derive_rng
 from . import plots
 from .attacked import client_name
@@ -123,7 +122,7 @@ def trained_on(result: dict[str, Any], data: Dataset) -> Tensor | None:
     cell, device = AttackCell(**result["cell"]), torch.device(result["device"])
     if device.type == "cuda" and not torch.cuda.is_available():
         return None
-    defense = fitted(build(DEFENSES, result["definition"]["defense"], "defense"), data)
+    defense = build(DEFENSES, result["definition"]["defense"], "defense").fitted(data.mean, data.std)
     parts = []
     for i, group in enumerate(torch.tensor(result["victims"][:STRIP]).split(cell.batch_size)):
         whole = result["victims"][i * cell.batch_size :][: cell.batch_size]  # all draw together

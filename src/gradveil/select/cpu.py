@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from ..jit import compiled
 
 Floats = NDArray[np.float32]
-Keys = NDArray[np.uint32]
 
 _HIGH_BINS = 1 << 15  # sign bit dropped, upper 15 of 31 bits
 _LOW_BINS = 1 << 16

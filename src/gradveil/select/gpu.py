@@ -2,9 +2,9 @@
 
 A sorted sample of each tensor brackets the two magnitudes at which its band begins and ends. One pass over everything
 adds the residual, counts what lies above each bracket and gathers the few entries inside; a radix search over those
-settles the boundary. Where a bracket missed, which costs time but never exactness, the radix search
-goes over the whole tensor. Where a boundary cuts through equal entries, they are counted block by block, since equal
-ones rank by their index; gradients computed in bfloat16 have many. The last pass writes the result.
+settles the boundary. Where a bracket missed, which costs time but never exactness, the radix search goes over the whole
+tensor. Where a boundary cuts through equal entries, they are counted block by block, since equal ones rank by their
+index; gradients computed in bfloat16 have many. The last pass writes the result.
 """
 
 import importlib.util

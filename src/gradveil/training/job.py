@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from .. import data as datasets
 from .. import models
 from ..core import Defense, LossFn
 from ..data import Dataset
-from ..defenses import ATS, DEFENSES, Chain, ErrorFeedback
+from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..spec import build
 from ..veil import derive_rng
@@ -91,7 +91,7 @@ def assemble(
         train = datasets.load(settings.data, split="train", root=root, size=size)
         test = datasets.load(settings.data, split="test", root=root, size=size) if test is None else test
     if defense is None:
-        defense = fitted(build(DEFENSES, settings.defense, "defense"), train)
+        defense = build(DEFENSES, settings.defense, "defense").fitted(train.mean, train.std)
     if settings.algorithm == "fedavg" and "per_example" in defense.needs:
         raise ConfigError(f"{defense.key()} takes per-example gradients, which fedavg has not: use fedsgd")
     with own_randomness(settings.seed, torch.device("cpu")):
@@ -115,18 +115,6 @@ def assemble(
         rounds_per_epoch=math.ceil(len(train) / (settings.invited * settings.batch_size * settings.local_steps)),
         digests={"train": train.digest} | ({} if test is None else {"test": test.digest}),
     )
-
-
-def fitted(defense: Defense, data: Dataset) -> Defense:
-    """Return the defense with the data's normalisation where ATS, which works on pixels, was given none."""
-    match defense:
-        case ATS(mean=(0.0,), std=(1.0,)):
-            return replace(defense, mean=data.mean, std=data.std)
-        case ErrorFeedback(inner=inner):
-            return ErrorFeedback(fitted(inner, data))
-        case Chain(parts=parts):
-            return Chain(*(fitted(part, data) for part in parts))
-    return defense
 
 
 def pick_device(name: str) -> torch.device:
@@ -183,15 +171,9 @@ def autocast(settings: Settings, device: torch.device) -> "torch.autocast | null
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Dataset, job: Job, batch_size: int = 1000) -> float:
     """Return the share of `data` the model classifies correctly; training flags are left as they were."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
     correct: Tensor | int = 0
-    try:
-        with kernels(job.settings, job.device), own_randomness(job.settings.seed, job.device):
-            for start in range(0, len(data), batch_size):
-                batch = data.batch(range(start, min(start + batch_size, len(data))))
-                correct = correct + (model(batch.inputs).argmax(1) == batch.labels).sum()
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    with models.evaluating(model), kernels(job.settings, job.device), own_randomness(job.settings.seed, job.device):
+        for start in range(0, len(data), batch_size):
+            batch = data.batch(range(start, min(start + batch_size, len(data))))
+            correct = correct + (model(batch.inputs).argmax(1) == batch.labels).sum()
     return int(correct) / len(data)

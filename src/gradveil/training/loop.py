@@ -92,10 +92,16 @@ class Trainer:
 
     def save(self, path: str | Path) -> None:
         """Write a checkpoint, atomically."""
-        users = [veil.state_dict() for veil in self.veils]
-        state = dict(self.model.state_dict())
-        run = (self.round, self.job.settings, state, self.momentum, users, self._local, self.job.digests)
-        save_checkpoint(path, Checkpoint(*run))
+        saved = Checkpoint(
+            round=self.round,
+            settings=self.job.settings,
+            model=dict(self.model.state_dict()),
+            momentum=self.momentum,
+            users=[veil.state_dict() for veil in self.veils],
+            local=self._local,
+            digests=self.job.digests,
+        )
+        save_checkpoint(path, saved)
 
     def load(self, path: str | Path) -> None:
         """Continue from a checkpoint written under the same settings."""

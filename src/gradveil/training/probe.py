@@ -11,7 +11,7 @@ from .. import wire
 from ..core import Batch, Payload, Tensors
 from .compute import Compute
 from .flat import Layout
-from .protector import Protector
+from .protectors import Protector
 from .traffic import Traffic, entries_sent, paper_bytes
 
 

@@ -1,6 +1,7 @@
 """A whole run in one folder: settings, metrics, checkpoint, result."""
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -58,28 +59,15 @@ def run(
     checkpoint = folder / CHECKPOINT
     if not resume and holds_run(folder):
         raise ConfigError(f"{folder} already holds a run: continue it with --resume, or choose another folder")
-    started = time.monotonic()
+    deadline = math.inf if minutes is None else time.monotonic() + 60 * minutes
     job = assemble(settings)
     trainer = trainer_for(job)
     if resume and checkpoint.exists():
         trainer.load(checkpoint)
     log = Log(folder, trainer.round)
     (folder / "settings.toml").write_text(dump_toml(settings) + _resolved_text(trainer), encoding="utf-8")
-    status = "finished"
     try:
-        while trainer.round < job.rounds:
-            if minutes is not None and time.monotonic() - started > 60 * minutes:
-                status = "stopped"
-                break
-            before = trainer.round
-            rounds = trainer.advance()
-            log.write(rounds)
-            on_rounds(job, rounds)
-            every = settings.checkpoint_every
-            if every and trainer.round // every > before // every:
-                _save(trainer, log, checkpoint)
-    except GradientError:
-        status = "diverged"
+        status = _train(trainer, log, checkpoint, deadline, on_rounds)
     finally:
         log.settle()
         log.close()
@@ -90,9 +78,29 @@ def run(
     return result
 
 
-def _save(trainer: Trainer | FastTrainer, log: Log, checkpoint: Path) -> None:
-    log.settle()
-    trainer.save(checkpoint)
+def _train(
+    trainer: Trainer | FastTrainer,
+    log: Log,
+    checkpoint: Path,
+    deadline: float,
+    on_rounds: Callable[[Job, list[Round]], None],
+) -> str:
+    """Run the rounds that are left, and return how that ended."""
+    every = trainer.job.settings.checkpoint_every
+    try:
+        while trainer.round < trainer.job.rounds:
+            if time.monotonic() > deadline:
+                return "stopped"
+            before = trainer.round
+            rounds = trainer.advance()
+            log.write(rounds)
+            on_rounds(trainer.job, rounds)
+            if every and trainer.round // every > before // every:
+                log.settle()
+                trainer.save(checkpoint)
+    except GradientError:
+        return "diverged"
+    return "finished"
 
 
 def _resolved(trainer: Trainer | FastTrainer) -> dict[str, str]:

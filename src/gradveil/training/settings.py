@@ -1,61 +1,57 @@
 """What defines a training run. The help texts are those of `gradveil train --help`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from .. import check
+from ..config import option
 
 PAPER_RATES = {"lenet": "0.1, 50:0.01, 70:0.005"}
 PAPER_RATES_OTHERS = "0.01, 70:0.005"
 MAY_CHANGE = frozenset({"root", "device", "epochs", "rounds", "eval_every", "checkpoint_every", "wire_every", "delta"})
 
 
-def _option(default: Any, text: str) -> Any:
-    return field(default=default, metadata={"help": text})
-
-
 @dataclass(frozen=True)
 class Settings:
     """One collaborative training run (Algorithm 2 of the DGP paper, and FedAvg). The defaults are the paper's."""
 
-    model: str = _option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
-    data: str = _option("digits", "cifar10, cifar100, digits, photos, or a folder with one sub-folder per class.")
-    root: str = _option("", "Where the dataset's files lie; empty: the usual places.")
-    defense: str = _option(
+    model: str = option("lenet", "lenet, cnn6, vgg11, resnet18, mlp, or package.module:factory.")
+    data: str = option("digits", "cifar10, cifar100, digits, photos, or a folder with one sub-folder per class.")
+    root: str = option("", "Where the dataset's files lie; empty: the usual places.")
+    defense: str = option(
         "dgp",
         "What protects each upload, such as none, hardened, dgp, adgp, topk or dual_prune(top=0.1). dgp and adgp "
         "do not withstand an attacker who compares only the entries that arrived.",
     )
-    algorithm: str = _option("fedsgd", "fedsgd: users send a gradient. fedavg: they send what local steps changed.")
-    local_steps: int = _option(1, "Local steps of a user in a round (fedavg only).")
-    users: int = _option(10, "Number of users.")
-    participants: int = _option(0, "Users drawn at random for each round; 0: all of them.")
-    alpha: float = _option(0.0, "Spread each class over the users by Dirichlet(alpha); 0: same distribution for all.")
-    batch_size: int = _option(32, "Pictures in a user's batch; a user with fewer uses all it has.")
-    epochs: int = _option(100, "Passes over the training set by all users together.")
-    rounds: int = _option(0, "Stop after this many rounds instead; 0: as the epochs say.")
-    lr: str = _option("paper", "Learning rate, such as '0.1, 50:0.01' (0.01 from epoch 50), or the paper's.")
-    momentum: float = _option(0.9, "Momentum of the server, on the average of what arrived.")
-    weight_decay: float = _option(0.0, "Weight decay of the server (fedsgd only).")
-    augment: str = _option("auto", "none, crop, or crop_flip; auto: crop_flip, but none for digits.")
-    batchnorm: str = _option(
+    algorithm: str = option("fedsgd", "fedsgd: users send a gradient. fedavg: they send what local steps changed.")
+    local_steps: int = option(1, "Local steps of a user in a round (fedavg only).")
+    users: int = option(10, "Number of users.")
+    participants: int = option(0, "Users drawn at random for each round; 0: all of them.")
+    alpha: float = option(0.0, "Spread each class over the users by Dirichlet(alpha); 0: same distribution for all.")
+    batch_size: int = option(32, "Pictures in a user's batch; a user with fewer uses all it has.")
+    epochs: int = option(100, "Passes over the training set by all users together.")
+    rounds: int = option(0, "Stop after this many rounds instead; 0: as the epochs say.")
+    lr: str = option("paper", "Learning rate, such as '0.1, 50:0.01' (0.01 from epoch 50), or the paper's.")
+    momentum: float = option(0.9, "Momentum of the server, on the average of what arrived.")
+    weight_decay: float = option(0.0, "Weight decay of the server (fedsgd only).")
+    augment: str = option("auto", "none, crop, or crop_flip; auto: crop_flip, but none for digits.")
+    batchnorm: str = option(
         "average",
         "BatchNorm running statistics after a round: average (over the participants), first (those of the "
         "lowest-numbered participant), or local (kept by each user, averaged only to evaluate).",
     )
-    precision: str = _option(
+    precision: str = option(
         "float32", "float32, tf32 (GPU only), or bf16 (autocast; weights and residuals stay float32)."
     )
-    engine: str = _option("auto", "reference, fast, or auto: fast on a GPU if the run allows it.")
-    device: str = _option("auto", "cpu, cuda, cuda:1, or auto.")
-    deterministic: bool = _option(False, "Only repeatable GPU kernels; slower. On a CPU runs always repeat exactly.")
-    eval_every: int = _option(1, "Evaluate on the test split after this many epochs, and at the end.")
-    wire_every: int = _option(0, "Fast engine: encode real payloads every so many rounds; 0: once an epoch.")
-    checkpoint_every: int = _option(500, "Write a checkpoint after this many rounds; 0: only at the end.")
-    seed: int = _option(0, "Settles the initial weights, who holds what, the batches and the noise.")
-    size: int = _option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
-    delta: float = _option(1e-5, "Where the defense is differentially private, state epsilon at this delta.")
+    engine: str = option("auto", "reference, fast, or auto: fast on a GPU if the run allows it.")
+    device: str = option("auto", "cpu, cuda, cuda:1, or auto.")
+    deterministic: bool = option(False, "Only repeatable GPU kernels; slower. On a CPU runs always repeat exactly.")
+    eval_every: int = option(1, "Evaluate on the test split after this many epochs, and at the end.")
+    wire_every: int = option(0, "Fast engine: encode real payloads every so many rounds; 0: once an epoch.")
+    checkpoint_every: int = option(500, "Write a checkpoint after this many rounds; 0: only at the end.")
+    seed: int = option(0, "Settles the initial weights, who holds what, the batches and the noise.")
+    size: int = option(0, "Side of the pictures in pixels; 0: as the data are, folders 32.")
+    delta: float = option(1e-5, "Where the defense is differentially private, state epsilon at this delta.")
 
     def __post_init__(self) -> None:
         check.one_of(("fedsgd", "fedavg"), algorithm=self.algorithm)

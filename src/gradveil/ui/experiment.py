@@ -27,7 +27,6 @@ from ..data import Dataset, to_pixels
 from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..spec import build
-from ..training.job import fitted
 from ..veil import derive_rng
 
 SIDE = 32
@@ -133,7 +132,7 @@ class Studio:
 def perform(order: Order, studio: Studio, emit: Emit, stop: threading.Event) -> None:
     """Run the experiment and tell `emit` about it; raises `StoppedError` soon after `stop` is set."""
     victim, attack = studio.victim(order), order.attack()
-    defense = fitted(order.protection(), victim)
+    defense = order.protection().fitted(victim.mean, victim.std)
     half = len(studio.others) // 2
     subject = Subject(
         model=studio.model,

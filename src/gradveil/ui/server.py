@@ -24,10 +24,10 @@ from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, R
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..audit.plain import finite
 from ..audit.render import asset as report_asset
 from ..audit.render import environment, policy
 from ..audit.scoring import to_png
+from ..config import finite
 from ..errors import GradveilError
 from .experiment import CHOICES, Order, StoppedError, Studio, perform, read_order
 

@@ -1,4 +1,5 @@
 """Compiled passes over the bit patterns of a tensor."""
+# mypy: allow-untyped-defs
 
 import numpy as np
 
@@ -6,7 +7,7 @@ from ..jit import compiled
 
 
 @compiled
-def scan(bits, magnitude_mask, flags, sent):  # type: ignore[no-untyped-def]
+def scan(bits, magnitude_mask, flags, sent):
     """Write one flag per entry and the bit patterns of the entries that are not zero; return how many there are.
 
     `flags` holds ceil(n / 8) zeroed bytes; `sent` one entry more than `bits`, since the slot after the last is written.
@@ -31,7 +32,7 @@ def scan(bits, magnitude_mask, flags, sent):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def summarise(sent, magnitude_mask):  # type: ignore[no-untyped-def]
+def summarise(sent, magnitude_mask):
     """Return the smallest and the largest magnitude pattern, and the bits in which any two of them differ."""
     first = np.uint64(sent[0] & magnitude_mask)
     low, high, differ = first, first, np.uint64(0)
@@ -44,7 +45,7 @@ def summarise(sent, magnitude_mask):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def band_integers(sent, magnitude_mask, low, shift, out):  # type: ignore[no-untyped-def]
+def band_integers(sent, magnitude_mask, low, shift, out):
     """Write 2 * ((magnitude - low) >> shift) + sign of every entry."""
     for i in range(sent.size):
         magnitude = np.uint64(sent[i] & magnitude_mask)
@@ -53,7 +54,7 @@ def band_integers(sent, magnitude_mask, low, shift, out):  # type: ignore[no-unt
 
 
 @compiled
-def band_patterns(integers, low, shift, sign_bit, out):  # type: ignore[no-untyped-def]
+def band_patterns(integers, low, shift, sign_bit, out):
     """Undo `band_integers`; return the largest magnitude met, which may be beyond the type."""
     high = np.uint64(0)
     for i in range(integers.size):
@@ -65,7 +66,7 @@ def band_patterns(integers, low, shift, sign_bit, out):  # type: ignore[no-untyp
 
 
 @compiled
-def find_levels(sent, magnitude_mask, levels, out):  # type: ignore[no-untyped-def]
+def find_levels(sent, magnitude_mask, levels, out):
     """Number the distinct magnitudes in order of appearance; return how many, or -1 once `levels` is full.
 
     `out` receives 2 * number + sign of every entry.
@@ -88,7 +89,7 @@ def find_levels(sent, magnitude_mask, levels, out):  # type: ignore[no-untyped-d
 
 
 @compiled
-def scatter(flags, sent, out):  # type: ignore[no-untyped-def]
+def scatter(flags, sent, out):
     """Put `sent` where the flags are set, of which there are as many as entries in `sent`, at least one."""
     count, last = 0, sent.size - 1
     for i in range(out.size >> 3):

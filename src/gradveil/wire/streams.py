@@ -3,6 +3,7 @@
 Whatever the bytes say, every index is inside its array: symbols index tables of 256, slots are masked to the size of
 their table, reads are compared with the end of the stream, and outputs are sized by the caller.
 """
+# mypy: allow-untyped-defs
 
 import numpy as np
 
@@ -13,7 +14,7 @@ STATES = 8  # bytes of the two final coder states at the head of a stream
 
 
 @compiled
-def histogram(symbols):  # type: ignore[no-untyped-def]
+def histogram(symbols):
     """Return how often each of 256 symbols occurs."""
     even = np.zeros(256, np.int64)
     odd = np.zeros(256, np.int64)  # two tables: equal neighbours need not wait for each other
@@ -26,7 +27,7 @@ def histogram(symbols):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def survey(counts):  # type: ignore[no-untyped-def]
+def survey(counts):
     """Return the entropy in bits of symbols with these counts, and the first and last symbol that occurs."""
     total, first, last = 0, counts.size, -1
     for i in range(counts.size):
@@ -41,7 +42,7 @@ def survey(counts):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def rans_encode(symbols, frequency, start, precision, out):  # type: ignore[no-untyped-def]
+def rans_encode(symbols, frequency, start, precision, out):
     """Write the stream of `symbols` to the end of `out`, back to front; return where it begins.
 
     `out` holds at least 2 bytes per symbol and 8 for the states: a symbol puts out one 16-bit word at most.
@@ -69,7 +70,7 @@ def rans_encode(symbols, frequency, start, precision, out):  # type: ignore[no-u
 
 
 @compiled
-def rans_decode(stream, frequency, start, lookup, precision, out):  # type: ignore[no-untyped-def]
+def rans_decode(stream, frequency, start, lookup, precision, out):
     """Read `out.size` symbols; return whether the stream was read to its very end and ends as it must.
 
     `stream` holds at least the 8 bytes of the states, `lookup` 2^precision symbols.
@@ -96,7 +97,7 @@ def rans_decode(stream, frequency, start, lookup, precision, out):  # type: igno
 
 
 @compiled
-def pack(integers, symbols, base, width, out):  # type: ignore[no-untyped-def]
+def pack(integers, symbols, base, width, out):
     """Write the low `width[symbol]` bits of integer - base[symbol], least significant bit first; return the bytes.
 
     `out` holds all bits and 8 bytes more, since whole words are written.
@@ -121,7 +122,7 @@ def pack(integers, symbols, base, width, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def unpack(data, symbols, base, width, out):  # type: ignore[no-untyped-def]
+def unpack(data, symbols, base, width, out):
     """Undo `pack`; return the bytes read, or -1 where `data` ends early or the unused last bits are not zero."""
     pending, held, position = np.uint64(0), np.uint64(0), 0
     for i in range(out.size):
@@ -146,7 +147,7 @@ def unpack(data, symbols, base, width, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def write_varints(values, out):  # type: ignore[no-untyped-def]
+def write_varints(values, out):
     """Write every value below 2^32 as a LEB128 varint; return the bytes written, at most 5 for each."""
     position = 0
     for i in range(values.size):
@@ -161,7 +162,7 @@ def write_varints(values, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def read_varints(data, out):  # type: ignore[no-untyped-def]
+def read_varints(data, out):
     """Read `out.size` varints below 2^32; return the bytes read, or -1 where one is cut off or too large."""
     position = 0
     for i in range(out.size):

@@ -6,15 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tree
-from ..core import Batch, State
-from ..defenses import Hardened
-from ..defenses.hardened import FASTEST_FALL, extent, has_peaks, peak, rms
-from ..select import gpu
-from ..veil import derive_rng
-from .flat import Rows
-from .job import Job
-from .protector import Feedback
+from ... import tree
+from ...core import Batch, State
+from ...defenses import Hardened
+from ...defenses.hardened import FASTEST_FALL, extent, has_peaks, peak, rms
+from ...select import gpu
+from ...veil import derive_rng
+from ..flat import Rows
+from ..job import Job
+from .base import Feedback
 
 
 class Noisy(Feedback):
@@ -97,7 +97,8 @@ class Noisy(Feedback):
     def _segments(self, senders: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
         assert self.held is not None
         split = self.rows.layout.segments
-        return tuple([part for user in senders for part in split(rows[user])] for rows in (self.rows.grads, self.held))  # type: ignore[return-value]
+        grads, held = ([p for user in senders for p in split(rows[user])] for rows in (self.rows.grads, self.held))
+        return grads, held
 
     def _kernel(self, senders: Sequence[int]) -> Any:
         from .release import Release  # importing it needs Triton

@@ -5,15 +5,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import select
-from ..capture import captured
-from ..core import Batch
-from ..defenses import Soteria
-from ..defenses.soteria import classifier_of, estimated_scores
-from ..veil import derive_rng
-from .flat import Rows
-from .job import Job
-from .protector import Protector
+from ... import select
+from ...capture import captured
+from ...core import Batch
+from ...defenses import Soteria
+from ...defenses.soteria import classifier_of, estimated_scores
+from ...veil import derive_rng
+from ..flat import Rows
+from ..job import Job
+from .base import Protector
 
 
 class HiddenColumns(Protector):

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .. import tree
-from ..core import Batch, Defense, Masks, State
-from .flat import Rows
+from ... import tree
+from ...core import Batch, Defense, Masks, State
+from ..flat import Rows
 
 
 class Protector(ABC):

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..defenses import Hardened
-from ..select.gpu import BLOCK, WARPS, plan_for
-from ..theory import HIGHEST, LOWEST, PER_OCTAVE
+from ...defenses import Hardened
+from ...select.gpu import BLOCK, WARPS, plan_for
+from ...theory import HIGHEST, LOWEST, PER_OCTAVE
 
 _PER_OCTAVE = tl.constexpr(float(PER_OCTAVE))
 _FIRST, _LAST = tl.constexpr(float(PER_OCTAVE * LOWEST)), tl.constexpr(float(PER_OCTAVE * HIGHEST))
