@@ -517,6 +517,26 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_sends_raw_gradients_past_the_hook_is_refused() -> None:
+    net = build_model("cpu")
+    weight = next(net.parameters())
+    late = DistributedDataParallel(
+        net, delay_all_reduce_named_params=[("0.weight", weight)], param_to_hook_all_reduce=weight
+    )
+    synced = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    synced.module[1] = nn.SyncBatchNorm(2)  # only on a GPU can it be wrapped
+    doors = {
+        "past the hook": late,
+        r"the module itself\), which would send": DistributedDataParallel(DistributedDataParallel(build_model("cpu"))),
+        r"\(0\), which would send": DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))),
+        "1 is a SyncBatchNorm": synced,
+    }
+    for why, model in doors.items():
+        with pytest.raises(EngineError, match=why):
+            attach(model, dgp())
+
+
 def backward(model: nn.Module, step: int) -> None:
     batch = batch_of(0, step, "cpu")
     loss_fn(model(batch.inputs), batch.labels).backward()
