@@ -608,6 +608,15 @@ def test_a_backward_that_failed_elsewhere_is_the_last_too(defense: Defense) -> N
         backward(model, 2)
 
 
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_comes_again_has_other_noise() -> None:
+    for seed in (None, SEED):
+        veil = attach(DistributedDataParallel(build_model("cpu")), NOISY, seed=seed)
+        before = torch.rand(9, generator=veil._step(None).rng)
+        veil.load_state_dict(veil.state_dict())
+        assert torch.equal(before, torch.rand(9, generator=veil._step(None).rng)) == (seed is not None)
+
+
 def test_packing_round_trips(rng: torch.Generator) -> None:
     for size in (1, 7, 8, 9, 1000):
         flags = torch.rand(size, generator=rng) < 0.3

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from .secret import SecretGenerator, system_seed
 
 DEFAULT_GUARD = Guard()
 OPEN_UPLOADS = 16  # how many sealed payloads can still be taken back
+_commit = threading.Lock()  # of the module, so that a veil can be copied
 
 
 def derive_rng(seed: int, client: str, round_: int, purpose: str = "", device: str = "cpu") -> torch.Generator:
@@ -122,20 +124,23 @@ class Veil:
         if num_examples < 1:
             raise ValueError(f"num_examples must be at least 1, got {num_examples}")
         self._check(grads)
-        step = self._step(model, batch, mask, num_examples)
+        held, step = self._state, self._step(model, batch, mask, num_examples)
         started = time.perf_counter()
-        sent, state = self.defense.apply(grads, self._state, step)
+        sent, state = self.defense.apply(grads, held, step)
         if {n: g.shape for n, g in sent.items()} != {n: g.shape for n, g in self._like.items()}:
             raise GradientError(f"{self.defense.key()} returned other tensors than the parameters': nothing is sent")
         tree.require_finite(sent)
         applied = time.perf_counter()
-        payload = Payload(wire.encode(sent, within=mask), num_examples, self.round)
+        payload = Payload(wire.encode(sent, within=mask), num_examples, step.round)
         self.seconds = (applied - started, time.perf_counter() - applied)
         self.health = _health(sent, self.defense.residual(state))
-        self._state = state
-        opened = {**self._open, self.round: hashlib.sha256(payload.body).digest()}
+        opened = {**self._open, payload.round: hashlib.sha256(payload.body).digest()}
+        with _commit:
+            # Two uploads of one round would carry the same residual, and the same noise: their difference is bare.
+            if self._state is not held or self.round != payload.round:
+                raise StateError("another thread used this veil meanwhile: nothing is sent; a veil is for one thread")
+            self._state, self.round = state, payload.round + 1
         self._open = dict(list(opened.items())[-OPEN_UPLOADS:])
-        self.round += 1
         return payload
 
     def propose(self, grads: Grads) -> Masks:
@@ -189,6 +194,8 @@ class Veil:
             raise StateError(f"this state is damaged: {error}") from error
         self._state = {name: state[name].to(device) for name in fresh}
         self._seen, self._open, self.round = seen, opened, round_
+        if not self.seeded:
+            self._seed = system_seed()  # a round that comes again must not add the same noise to another gradient
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file that only its owner can read; a kill leaves the old file or the new one."""

@@ -71,6 +71,7 @@ class RankVeil:
         self._like = {name: torch.zeros(p.shape, device=p.device) for name, p in params.items()}
         self._peers = Exchange(model.process_group, next(iter(self._like.values())).device)
         self._scaler = scaler
+        self._seeded = seed is not None
         self._seed = system_seed() if seed is None else seed
         self._lottery = self._peers.agree([secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF])[0]
         self._state: State = defense.init(self._like)
@@ -114,6 +115,8 @@ class RankVeil:
         probe.load_state_dict(saved)
         self._state = tree.only("state", probe.state_dict())
         self.round, self._lottery = probe.round, int(saved["lottery"])
+        if not self._seeded:
+            self._seed = probe._seed  # fresh, as in `Veil.load_state_dict`
 
     def rehearse(self) -> None:
         """Run the defense once on zeros, so that whatever it lacks is said before training starts."""
