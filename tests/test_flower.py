@@ -15,7 +15,7 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 pytest.importorskip("flwr", reason="the flower extra is not installed")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
@@ -300,6 +300,26 @@ def test_a_wrong_answer_of_the_app_never_leaves(spoil: Callable[[int, int, Messa
     assert all(reply.has_error() and not reply.has_content() for reply in left)
     assert all(why in one.reason for one in strategy.rejected)
     assert not any(context.state for context in grid.contexts.values())  # and no state has changed
+
+
+def _raises(client: int, round_: int, reply: Message) -> Message:
+    raise ValueError(f"bad values: {batch_of(client, round_).inputs}")
+
+
+def _says(client: int, round_: int, reply: Message) -> Message:
+    return Message(Error(0, f"bad values: {batch_of(client, round_).inputs}"), reply_to=_question())
+
+
+@pytest.mark.parametrize(("spoil", "why"), [(_raises, "raised ValueError"), (_says, "answered with error 0")])
+def test_the_text_of_an_error_stays_on_the_node(
+    spoil: Callable[[int, int, Message], Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flower sends what an app raises to the server, and torch likes to print the tensor that was wrong."""
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    run(strategy, LocalGrid(make_app(VeilMod(dgp()), spoil=spoil)), rounds=1)
+    assert len(strategy.rejected) == CLIENTS
+    assert all(why in one.reason and "tensor" not in one.reason for one in strategy.rejected)
+    assert "tensor" in caplog.text
 
 
 def test_other_messages_may_answer_with_metrics_only() -> None:

@@ -20,7 +20,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, 
 from .. import check, tree, wire
 from ..core import Defense, Grads, Masks, Tensors
 from ..defenses import AlignedDualPrune
-from ..errors import GradveilError, NeedError, StateError
+from ..errors import EngineError, GradveilError, NeedError, StateError
 from ..guard import Guard
 from ..veil import Veil
 from . import flower_records as records
@@ -32,7 +32,7 @@ from .store import Courier, FileStore, Upload
 
 Handler = Callable[[Message, Context], Message]
 
-REFUSED = 6  # Flower's code for a mod whose conditions are not met
+RAISED, REFUSED = 2, 6  # Flower's codes for an app that raised, and for a mod whose conditions are not met
 DEFAULT_GUARD = Guard(jump=None)  # a client may be asked rarely, and much can change between two requests
 log = logging.getLogger("flwr.gradveil")
 
@@ -44,9 +44,9 @@ class VeilMod:
     Guarantees: an answer holds the sealed update, single numbers from the app's metrics, and nothing else; where that
     cannot be built (an unknown record, a type no defense handles, a missing or stale residual, a server without
     gradveil) an error goes out instead. So it does for a model that looks manipulated: the guard looks before the app
-    is called. Answers to evaluate and query messages may hold metrics only. The residual is written before the answer
-    leaves; an upload the server did not use goes back into it. Does not guarantee anything about what metrics reveal,
-    nor about a server that lies about which uploads it used.
+    is called. Answers to evaluate and query messages may hold metrics only; of an error in the app only its kind leaves.
+    The residual is written before the answer leaves; an upload the server did not use goes back into it. Does not
+    guarantee anything about what metrics reveal, nor about a server that lies about which uploads it used.
 
     Args:
         defense: what protects the update; one that needs the batch or the model cannot work here.
@@ -91,6 +91,10 @@ class VeilMod:
         except GradveilError as error:
             log.error("nothing is sent: %s", error)
             return Message(Error(REFUSED, f"gradveil: {error}"), reply_to=message)
+        except Exception as error:  # Flower would send its text to the server, and a tensor of the batch may be in it
+            log.exception("nothing is sent")
+            why = f"gradveil: the client raised {type(error).__name__}; what it says stays in the log of this node"
+            return Message(Error(RAISED, why), reply_to=message)
 
     def _train(self, message: Message, context: Context, call_next: Handler) -> Message:
         request = records.Request.read(message)
@@ -110,8 +114,6 @@ class VeilMod:
             courier = self._courier(like, memory, request, context)  # refuses a lost residual before any work is done
             _strip(message)
             reply = _answer(call_next(message, context))
-            if reply.has_error():
-                return reply
             after, examples = self._read_answer(reply, before)
             grads = tree.sub(like, records.parameters_of(after, self.local))
             if request.ask == "mask":
@@ -150,8 +152,6 @@ class VeilMod:
             known = _held_record(request)
             _strip(message)
         reply = _answer(call_next(message, context))
-        if reply.has_error():
-            return reply
         return Message(RecordDict({**records.metrics_only(reply.content), **known}), reply_to=message)
 
     def _open_model(self, message: Message, request: records.Request, memory: Tensors) -> tuple[Tensors, Tensors]:
@@ -233,6 +233,9 @@ def _answer(reply: Any) -> Message:
     """Return the app's answer; Flower's SuperNode would hang on anything that is not a message."""
     if not isinstance(reply, Message):
         raise NeedError(f"the client app returned {type(reply).__name__} instead of a Message: nothing is sent")
+    if reply.has_error():
+        log.error("the client app answered with an error: %s", reply.error.reason)
+        raise EngineError(f"the client app answered with error {reply.error.code}; its text stays in the log of this node")
     return reply
 
 
