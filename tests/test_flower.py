@@ -576,6 +576,19 @@ def test_a_lie_about_examples_is_bounded() -> None:
         torch.testing.assert_close(lied[name], honest[name])
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_updates_that_overflow_together_are_not_used(sparse: bool, caplog: pytest.LogCaptureFixture) -> None:
+    like = dict(build_model().state_dict())
+    most = wire.encode(tree.tmap(lambda t: torch.full_like(t, torch.finfo(torch.float32).max), like))
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0, sparse_download=sparse)
+    grid = LocalGrid(make_app(VeilMod(dgp())), lambda replies: [_with_body(r, lambda _: most) for r in replies])
+    assert run(strategy, grid, rounds=1) == {}
+    assert not strategy.used
+    assert "the model would hold NaN or infinity" in caplog.text
+    grid.meddle = lambda replies: replies
+    assert run(strategy, grid, rounds=1)
+
+
 def test_a_client_cannot_end_the_run_through_evaluation() -> None:
     def meddle(replies: list[Message]) -> list[Message]:
         if "arrays" not in replies[0].content:
