@@ -1,19 +1,19 @@
 """The client's shell: a defense bound to one client's state, the only mutable object of gradveil."""
 
 import hashlib
-import os
 import threading
 import time
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from . import tree, wire
 from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
 from .errors import GradientError, GuardError, NeedError, StateError
+from .files import write_tensors
 from .gradients import gradient, parameters, per_example_gradient
 from .guard import Guard, Seen
 from .secret import SecretGenerator, system_seed
@@ -199,13 +199,7 @@ class Veil:
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file that only its owner can read; a kill leaves the old file or the new one."""
-        path = Path(path)
-        scratch = path.with_name(path.name + ".tmp")
-        os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY, 0o600))
-        save_file({name: t.contiguous() for name, t in self.state_dict().items()}, scratch)
-        with scratch.open("rb") as handle:
-            os.fsync(handle.fileno())
-        scratch.replace(path)
+        write_tensors(path, self.state_dict())
 
     def load(self, path: str | Path) -> None:
         """Continue from a file written by `save`."""

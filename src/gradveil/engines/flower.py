@@ -44,8 +44,8 @@ class VeilMod:
     Guarantees: an answer holds the sealed update, single numbers from the app's metrics, and nothing else; where that
     cannot be built (an unknown record, a type no defense handles, a missing or stale residual, a server without
     gradveil) an error goes out instead. So it does for a model that looks manipulated: the guard looks before the app
-    is called. Answers to evaluate and query messages may hold metrics only; of an error in the app only its kind leaves.
-    The residual is written before the answer leaves; an upload the server did not use goes back into it. Does not
+    is called. Answers to evaluate and query messages may hold metrics only; of an app's error only its kind leaves. The
+    residual is written before the answer leaves; an upload the server did not use goes back into it. Does not
     guarantee anything about what metrics reveal, nor about a server that lies about which uploads it used.
 
     Args:
@@ -235,7 +235,9 @@ def _answer(reply: Any) -> Message:
         raise NeedError(f"the client app returned {type(reply).__name__} instead of a Message: nothing is sent")
     if reply.has_error():
         log.error("the client app answered with an error: %s", reply.error.reason)
-        raise EngineError(f"the client app answered with error {reply.error.code}; its text stays in the log of this node")
+        raise EngineError(
+            f"the client app answered with error {reply.error.code}; its text stays in the log of this node"
+        )
     return reply
 
 
