@@ -34,7 +34,7 @@ from gradveil.core import Defense, Grads, Masks, Step
 from gradveil.defenses import ATS, PRECODE, Hardened
 from gradveil.engines.ddp import RankVeil, attach
 from gradveil.engines.packing import pack_bits, pack_sparse, unpack_bits, unpack_sparse
-from gradveil.errors import EngineError, NeedError, StateError
+from gradveil.errors import EngineError, GradientError, NeedError, StateError
 from gradveil.veil import derive_rng
 
 STEPS, SEED, LR = 4, 7, 0.1
@@ -237,6 +237,14 @@ def join_uneven(rank: int) -> dict[str, Tensor]:
     return outcome(model, veil)
 
 
+def different(rank: int) -> dict[str, Tensor]:
+    try:
+        attach(wrap(), Identity() if rank == 0 else dgp())
+    except EngineError as error:
+        return {"refused": torch.tensor("different defenses" in str(error))}
+    return {"refused": torch.tensor(False)}
+
+
 SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "dgp": train_with(dgp()),
     "view": train_with(dgp(), gradient_as_bucket_view=True),
@@ -253,6 +261,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "resume": resume,
     "join": join_uneven,
     "hardened": train_with(HARDENED, num_examples=8),
+    "different": different,
     "unused whole": lambda rank: unused(rank, NOISY),
 }
 ON_FOUR = ("dgp", "dense", "aligned")
@@ -449,6 +458,21 @@ def test_low_precision_keeps_a_float32_residual(results: Results) -> None:
 @pytest.mark.engine
 def test_state_of_another_rank_is_refused(results: Results) -> None:
     assert bool(results[2][0]["resume"]["refused"])
+
+
+@pytest.mark.engine
+def test_ranks_with_different_defenses_are_refused(results: Results) -> None:
+    assert all(bool(results[2][rank]["different"]["refused"]) for rank in range(2))
+
+
+@pytest.mark.usefixtures("alone")
+def test_sparse_gradients_are_refused_in_words() -> None:
+    model = DistributedDataParallel(nn.Embedding(9, 4, sparse=True))
+    veil = attach(model, dgp())
+    sent = veil.bytes_sent
+    with pytest.raises(GradientError, match="sparse=False"):
+        model(torch.arange(5)).sum().backward()
+    assert veil.bytes_sent == sent
 
 
 @pytest.mark.engine

@@ -41,7 +41,8 @@ def attach(
         prepared: the script applies the defense's `prepare_model` and `prepare_batch` itself.
 
     Raises:
-        EngineError: `model` is not a DistributedDataParallel model, or something in it would send raw gradients itself.
+        EngineError: `model` is not a DistributedDataParallel model, or something in it would send raw gradients itself,
+            or the ranks come with different defenses.
         NeedError: the defense needs what a hook never sees.
     """
     if not isinstance(model, DistributedDataParallel):
