@@ -1,6 +1,8 @@
 """The client's shell: conservation, taking back, resuming, and refusing without a trace."""
 
 import copy
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -143,6 +145,23 @@ def test_a_round_that_comes_again_has_other_noise(rng: torch.Generator) -> None:
     first = seeded.seal(g, 1)
     seeded.load_state_dict(start)
     assert seeded.seal(g, 1).body == first.body
+
+
+FORK = """
+import os, torch
+from gradveil import GaussianNoise, Veil
+like = {"w": torch.zeros(9)}
+veil = Veil(GaussianNoise(1.0), like)
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, veil.seal(like, 1).body)
+    os._exit(0)
+assert os.read(read, 1000) != veil.seal(like, 1).body
+"""
+
+
+def test_a_process_forked_off_has_other_noise() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
 
 
 def test_two_threads_do_not_send_the_same_round_twice(rng: torch.Generator) -> None:

@@ -1,6 +1,7 @@
 """The client's shell: a defense bound to one client's state, the only mutable object of gradveil."""
 
 import hashlib
+import os
 import threading
 import time
 from pathlib import Path
@@ -104,8 +105,7 @@ class Veil:
         """
         if self.guard is not None:
             self._require_own(model)
-            rng = derive_rng(self._seed, self.client, self.round, "guard")
-            self._seen = self.guard.admit(model, self._seen, input_shape=input_shape, rng=rng)
+            self._seen = self.guard.admit(model, self._seen, input_shape=input_shape, rng=self._rng("guard"))
 
     def prepare(self, model: nn.Module, batch: Batch) -> Batch:
         """Return the batch the gradient is to be computed on: a defense may transform it."""
@@ -213,8 +213,12 @@ class Veil:
         self, model: nn.Module | None, batch: Batch | None, mask: Masks | None, num_examples: int | None = None
     ) -> Step:
         device = next((t.device.type for t in self._like.values()), "cpu")
-        rng = derive_rng(self._seed, self.client, self.round, device=device)
-        return Step(rng, self.round, model, batch, mask, num_examples)
+        return Step(self._rng(device=device), self.round, model, batch, mask, num_examples)
+
+    def _rng(self, purpose: str = "", device: str = "cpu") -> torch.Generator:
+        # A process that was forked off must not add the same noise to another gradient.
+        client = self.client if self.seeded else f"{self.client}|{os.getpid()}"
+        return derive_rng(self._seed, client, self.round, purpose, device)
 
     def _require_own(self, model: nn.Module | Tensors) -> None:
         """Refuse a model whose parameters are not the veil's: a layer was planted, or this is another model."""

@@ -107,7 +107,8 @@ class Courier:
         if last is not None and last not in (pending, self.confirmed):
             raise StateError(
                 "the residual of this node is missing or stale: the server has used an upload this node does not "
-                "remember. Restore its memory, or allow a restart from zero (restart_lost=True)"
+                "remember. Restore its memory, give every node a folder or a partition-id of its own, or allow a "
+                "restart from zero (restart_lost=True)"
             )
         if self.pending is None:
             return
