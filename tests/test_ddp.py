@@ -548,6 +548,8 @@ def test_what_sends_raw_gradients_past_the_hook_is_refused() -> None:
     late = DistributedDataParallel(
         net, delay_all_reduce_named_params=[("0.weight", weight)], param_to_hook_all_reduce=weight
     )
+    waits = DistributedDataParallel(build_model("cpu"))
+    waits.skip_all_reduce_unused_params = True
     synced = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     synced.module[1] = nn.SyncBatchNorm(2)  # only on a GPU can it be wrapped
     doors = {
@@ -555,6 +557,7 @@ def test_what_sends_raw_gradients_past_the_hook_is_refused() -> None:
         r"the module itself\), which would send": DistributedDataParallel(DistributedDataParallel(build_model("cpu"))),
         r"\(0\), which would send": DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))),
         "1 is a SyncBatchNorm": synced,
+        "may never end": waits,
     }
     for why, model in doors.items():
         with pytest.raises(EngineError, match=why):

@@ -57,9 +57,11 @@ def attach(
 
 
 def _refuse_side_doors(model: DistributedDataParallel) -> None:
-    """Refuse what exchanges gradients without asking the hook."""
+    """Refuse what exchanges gradients without asking the hook, or lets it wait for buckets that never come."""
     if model._delay_all_reduce_params:
         raise EngineError("delay_all_reduce_named_params sends raw gradients past the hook: wrap the model without it")
+    if getattr(model, "skip_all_reduce_unused_params", False):  # not in every torch
+        raise EngineError("with skip_all_reduce_unused_params a step may never end: wrap the model without it")
     for name, module in model.module.named_modules():
         if isinstance(module, DistributedDataParallel):
             raise EngineError(
