@@ -399,6 +399,12 @@ def test_a_batch_that_fails_does_not_count_as_a_look_at_the_model() -> None:
     good = PHOTOS.batch(range(2))
     with pytest.raises(GradientError):
         veil.protect(net, cross_entropy, Batch(good.inputs * math.nan, good.labels))
+
+    def interrupted(outputs: Tensor, labels: Tensor) -> Tensor:
+        raise KeyboardInterrupt  # in a notebook
+
+    with pytest.raises(KeyboardInterrupt):
+        veil.protect(net, interrupted, good)
     veil.protect(net, cross_entropy, good)
     with pytest.raises(GuardError, match="frozen"):
         veil.protect(net, cross_entropy, good)

@@ -93,7 +93,7 @@ class Veil:
             compute = per_example_gradient if "per_example" in self.defense.needs else gradient
             grads = compute(model, loss_fn, batch)
             return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
-        except Exception:
+        except BaseException:  # Ctrl-C in a notebook too
             self._seen = before  # the same model may come again for another batch
             raise
 

@@ -84,6 +84,7 @@ def examine_payload(body: bytes, expected: Defense | None = None) -> Examination
     sent = sum(entry.sent for entry in frame.entries) / max(declared, 1)
     whole = [part.name for part in parts if part.entries >= FEW and part.share >= DENSE]
     reasons = [f"{100 * sent:.1f} % of the entries were sent, in {len(body)} bytes ({dense} uncompressed)"]
+    state: State
     if expected is not None and declared > MAX_ENTRIES:  # a few bytes can declare terabytes
         state, why = "unclear", [f"it declares {declared} entries, too many to try {expected.key()} on as many"]
     elif expected is not None:
