@@ -779,6 +779,18 @@ def test_a_file_carries_the_residual_over_runs_and_servers(tmp_path: Path) -> No
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "nodes").glob("*.safetensors")} == {0o600}
 
 
+def test_two_nodes_cannot_share_a_memory(tmp_path: Path) -> None:
+    """One would take back what the other has sent, and both would count."""
+    grid = LocalGrid(make_app(VeilMod(dgp(), folder=tmp_path)))
+    for context in grid.contexts.values():
+        context.node_config["partition-id"] = 0
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    assert run(strategy, grid, rounds=1)
+    assert len(strategy.used) == 1
+    assert len(strategy.rejected) == CLIENTS - 1
+    assert all("partition-id of its own" in one.reason for one in strategy.rejected)
+
+
 def test_a_state_too_large_for_flower_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gradveil.engines.flower_memory.CONTEXT_BYTES", 1000)
     strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from torch import Tensor
 
 from .. import check, tree, wire
 from ..core import Defense, Grads, Masks, Tensors
@@ -109,6 +110,8 @@ class VeilMod:
             if notes is not None:
                 claims.enter_context(notes.claimed())  # until saved: two jobs at once must not both find it unseen
             kept = {**held(request, arrived), **self._look_at(before, memory, notes)}
+            me = torch.tensor([request.round, context.node_id - 2**63])  # numbers of nodes take 64 bits without a sign
+            _refuse_company(memory, me)
             like = records.parameters_of(before, self.local)
             mask = self._open_mask(message, like)
             courier = self._courier(like, memory, request, context)  # refuses a lost residual before any work is done
@@ -128,7 +131,7 @@ class VeilMod:
                 records.OURS: ConfigRecord({"upload": upload.id, "round": request.round, **_holds(request)}),
             })  # fmt: skip
             own = tree.under("buffer", {n: t for n, t in after.items() if self._stays(n)})
-            save(store, notes, {**courier.memory(), **own, **kept})  # last: nothing after it can fail
+            save(store, notes, {**courier.memory(), **own, **kept, "answered": me})  # last: nothing after it can fail
             return Message(content, reply_to=message)
 
     def _wrap(self, upload: Upload, request: records.Request, like: Grads, memory: Tensors) -> Array:
@@ -218,6 +221,16 @@ class VeilMod:
         if name in self.local:
             return True
         return records.is_buffer(name) and (self.buffers == "local" or name.endswith("num_batches_tracked"))
+
+
+def _refuse_company(memory: Tensors, me: Tensor) -> None:
+    """Refuse the memory of another node: a node that came back under a new number is not asked twice in one round."""
+    round_, node = memory.get("answered", me).tolist()
+    if round_ == int(me[0]) and node != int(me[1]):
+        raise StateError(
+            "another node has answered in this round from the same memory: give every node a folder or a "
+            "partition-id of its own"
+        )
 
 
 def _holds(request: records.Request) -> dict[str, int]:
