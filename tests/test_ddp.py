@@ -34,7 +34,7 @@ from gradveil.core import Defense, Grads, Masks, Step
 from gradveil.defenses import ATS, PRECODE, Hardened
 from gradveil.engines.ddp import RankVeil, attach
 from gradveil.engines.packing import pack_bits, pack_sparse, unpack_bits, unpack_sparse
-from gradveil.errors import EngineError, NeedError, StateError
+from gradveil.errors import EngineError, GradientError, NeedError, StateError
 from gradveil.veil import derive_rng
 
 STEPS, SEED, LR = 4, 7, 0.1
@@ -237,6 +237,14 @@ def join_uneven(rank: int) -> dict[str, Tensor]:
     return outcome(model, veil)
 
 
+def different(rank: int) -> dict[str, Tensor]:
+    try:
+        attach(wrap(), Identity() if rank == 0 else dgp())
+    except EngineError as error:
+        return {"refused": torch.tensor("different defenses" in str(error))}
+    return {"refused": torch.tensor(False)}
+
+
 SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "dgp": train_with(dgp()),
     "view": train_with(dgp(), gradient_as_bucket_view=True),
@@ -253,6 +261,7 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "resume": resume,
     "join": join_uneven,
     "hardened": train_with(HARDENED, num_examples=8),
+    "different": different,
     "unused whole": lambda rank: unused(rank, NOISY),
 }
 ON_FOUR = ("dgp", "dense", "aligned")
@@ -452,6 +461,21 @@ def test_state_of_another_rank_is_refused(results: Results) -> None:
 
 
 @pytest.mark.engine
+def test_ranks_with_different_defenses_are_refused(results: Results) -> None:
+    assert all(bool(results[2][rank]["different"]["refused"]) for rank in range(2))
+
+
+@pytest.mark.usefixtures("alone")
+def test_sparse_gradients_are_refused_in_words() -> None:
+    model = DistributedDataParallel(nn.Embedding(9, 4, sparse=True))
+    veil = attach(model, dgp())
+    sent = veil.bytes_sent
+    with pytest.raises(GradientError, match="sparse=False"):
+        model(torch.arange(5)).sum().backward()
+    assert veil.bytes_sent == sent
+
+
+@pytest.mark.engine
 def test_a_killed_rank_leaves_no_hang(jobs: tuple[Results, Ends]) -> None:
     # `finish` would have raised TimeoutExpired; here every survivor must have stopped by itself and said why.
     for world, ends in jobs[1].items():
@@ -515,6 +539,29 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), world_size=1, rank=0)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_sends_raw_gradients_past_the_hook_is_refused() -> None:
+    net = build_model("cpu")
+    weight = next(net.parameters())
+    late = DistributedDataParallel(
+        net, delay_all_reduce_named_params=[("0.weight", weight)], param_to_hook_all_reduce=weight
+    )
+    waits = DistributedDataParallel(build_model("cpu"))
+    waits.skip_all_reduce_unused_params = True
+    synced = DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    synced.module[1] = nn.SyncBatchNorm(2)  # only on a GPU can it be wrapped
+    doors = {
+        "past the hook": late,
+        r"the module itself\), which would send": DistributedDataParallel(DistributedDataParallel(build_model("cpu"))),
+        r"\(0\), which would send": DistributedDataParallel(nn.Sequential(DistributedDataParallel(nn.Linear(2, 2)))),
+        "1 is a SyncBatchNorm": synced,
+        "may never end": waits,
+    }
+    for why, model in doors.items():
+        with pytest.raises(EngineError, match=why):
+            attach(model, dgp())
 
 
 def backward(model: nn.Module, step: int) -> None:
@@ -586,6 +633,15 @@ def test_a_backward_that_failed_elsewhere_is_the_last_too(defense: Defense) -> N
     module.trip = False
     with pytest.raises(EngineError, match="step 1 broke off"):
         backward(model, 2)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_step_that_comes_again_has_other_noise() -> None:
+    for seed in (None, SEED):
+        veil = attach(DistributedDataParallel(build_model("cpu")), NOISY, seed=seed)
+        before = torch.rand(9, generator=veil._step(None).rng)
+        veil.load_state_dict(veil.state_dict())
+        assert torch.equal(before, torch.rand(9, generator=veil._step(None).rng)) == (seed is not None)
 
 
 def test_packing_round_trips(rng: torch.Generator) -> None:

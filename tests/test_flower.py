@@ -15,7 +15,7 @@ os.environ.setdefault("FLWR_DISABLE_UPDATE_CHECK", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 pytest.importorskip("flwr", reason="the flower extra is not installed")
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg
 
@@ -302,6 +302,26 @@ def test_a_wrong_answer_of_the_app_never_leaves(spoil: Callable[[int, int, Messa
     assert not any(context.state for context in grid.contexts.values())  # and no state has changed
 
 
+def _raises(client: int, round_: int, reply: Message) -> Message:
+    raise ValueError(f"bad values: {batch_of(client, round_).inputs}")
+
+
+def _says(client: int, round_: int, reply: Message) -> Message:
+    return Message(Error(0, f"bad values: {batch_of(client, round_).inputs}"), reply_to=_question())
+
+
+@pytest.mark.parametrize(("spoil", "why"), [(_raises, "raised ValueError"), (_says, "answered with error 0")])
+def test_the_text_of_an_error_stays_on_the_node(
+    spoil: Callable[[int, int, Message], Any], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Flower sends what an app raises to the server, and torch likes to print the tensor that was wrong."""
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    run(strategy, LocalGrid(make_app(VeilMod(dgp()), spoil=spoil)), rounds=1)
+    assert len(strategy.rejected) == CLIENTS
+    assert all(why in one.reason and "tensor" not in one.reason for one in strategy.rejected)
+    assert "tensor" in caplog.text
+
+
 def test_other_messages_may_answer_with_metrics_only() -> None:
     grid = LocalGrid(make_app(VeilMod(dgp())))
     question = Message(RecordDict(), dst_node_id=node(0), message_type="query.raw")
@@ -556,6 +576,19 @@ def test_a_lie_about_examples_is_bounded() -> None:
         torch.testing.assert_close(lied[name], honest[name])
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_updates_that_overflow_together_are_not_used(sparse: bool, caplog: pytest.LogCaptureFixture) -> None:
+    like = dict(build_model().state_dict())
+    most = wire.encode(tree.tmap(lambda t: torch.full_like(t, torch.finfo(torch.float32).max), like))
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0, sparse_download=sparse)
+    grid = LocalGrid(make_app(VeilMod(dgp())), lambda replies: [_with_body(r, lambda _: most) for r in replies])
+    assert run(strategy, grid, rounds=1) == {}
+    assert not strategy.used
+    assert "the model would hold NaN or infinity" in caplog.text
+    grid.meddle = lambda replies: replies
+    assert run(strategy, grid, rounds=1)
+
+
 def test_a_client_cannot_end_the_run_through_evaluation() -> None:
     def meddle(replies: list[Message]) -> list[Message]:
         if "arrays" not in replies[0].content:
@@ -744,6 +777,18 @@ def test_a_file_carries_the_residual_over_runs_and_servers(tmp_path: Path) -> No
     for name in whole:
         torch.testing.assert_close(resumed[name], whole[name], rtol=1e-5, atol=1e-6)
     assert {p.stat().st_mode & 0o777 for p in (tmp_path / "nodes").glob("*.safetensors")} == {0o600}
+
+
+def test_two_nodes_cannot_share_a_memory(tmp_path: Path) -> None:
+    """One would take back what the other has sent, and both would count."""
+    grid = LocalGrid(make_app(VeilMod(dgp(), folder=tmp_path)))
+    for context in grid.contexts.values():
+        context.node_config["partition-id"] = 0
+    strategy = VeiledFedAvg(dgp(), fraction_evaluate=0.0)
+    assert run(strategy, grid, rounds=1)
+    assert len(strategy.used) == 1
+    assert len(strategy.rejected) == CLIENTS - 1
+    assert all("partition-id of its own" in one.reason for one in strategy.rejected)
 
 
 def test_a_state_too_large_for_flower_needs_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -399,6 +399,12 @@ def test_a_batch_that_fails_does_not_count_as_a_look_at_the_model() -> None:
     good = PHOTOS.batch(range(2))
     with pytest.raises(GradientError):
         veil.protect(net, cross_entropy, Batch(good.inputs * math.nan, good.labels))
+
+    def interrupted(outputs: Tensor, labels: Tensor) -> Tensor:
+        raise KeyboardInterrupt  # in a notebook
+
+    with pytest.raises(KeyboardInterrupt):
+        veil.protect(net, interrupted, good)
     veil.protect(net, cross_entropy, good)
     with pytest.raises(GuardError, match="frozen"):
         veil.protect(net, cross_entropy, good)
@@ -481,3 +487,17 @@ def test_a_veil_refuses_parameters_that_are_not_its_own(change):
     veil.admit(dict(own.state_dict()))
     with pytest.raises(GuardError, match="not those"):
         veil.admit({name: t for name, t in own.state_dict().items() if "weight" in name})
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_one_number_that_is_not_finite_does_not_blind_the_guard(value: float) -> None:
+    """Minus infinity before a ReLU never fires: the gradient stays finite, and would be sent."""
+    net = written()
+    with torch.no_grad():
+        net.get_submodule("features.1").weight[0, 0] = value
+    assert findings(net) == ["features.1.weight: it holds NaN or infinity"]
+    bright = [i for i in range(60) if PHOTOS.batch([i]).inputs[0, 0, 0, 0] > 0]
+    batch = PHOTOS.batch(bright[:4])
+    assert all(torch.isfinite(g).all() for g in gradient(net, cross_entropy, batch).values()) == (value == -math.inf)
+    with pytest.raises(GuardError, match="NaN or infinity"):
+        Veil(dgp(), parameters(net)).protect(net, cross_entropy, batch)

@@ -1,6 +1,10 @@
 """The client's shell: conservation, taking back, resuming, and refusing without a trace."""
 
 import copy
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -130,6 +134,51 @@ def test_an_upload_that_failed_is_taken_back(defense: Defense, rng: torch.Genera
         veil.undo(other)
 
 
+def test_a_round_that_comes_again_has_other_noise(rng: torch.Generator) -> None:
+    g = grads(rng)
+    veil = Veil(GaussianNoise(1.0), g)
+    start = veil.state_dict()
+    first = veil.seal(g, 1)
+    veil.load_state_dict(start)
+    assert veil.seal(g, 1).body != first.body
+    seeded = Veil(GaussianNoise(1.0), g, seed=1)
+    first = seeded.seal(g, 1)
+    seeded.load_state_dict(start)
+    assert seeded.seal(g, 1).body == first.body
+
+
+FORK = """
+import os, torch
+from gradveil import GaussianNoise, Veil
+like = {"w": torch.zeros(9)}
+veil = Veil(GaussianNoise(1.0), like)
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, veil.seal(like, 1).body)
+    os._exit(0)
+assert os.read(read, 1000) != veil.seal(like, 1).body
+"""
+
+
+def test_a_process_forked_off_has_other_noise() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=120)
+
+
+def test_two_threads_do_not_send_the_same_round_twice(rng: torch.Generator) -> None:
+    class Slow(GaussianNoise):
+        def apply(self, grads: Grads, state: State, step: Step) -> tuple[Grads, State]:
+            together.wait(timeout=30)  # both have read state and round
+            return super().apply(grads, state, step)
+
+    together, g = threading.Barrier(2), grads(rng)
+    veil = Veil(Slow(1.0), g)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(veil.seal, g, 1).exception for _ in range(2)]
+        errors = [end() for end in ends]
+    assert sorted(type(error).__name__ for error in errors) == ["NoneType", "StateError"]
+    assert veil.round == 1
+
+
 def test_no_residual_no_taking_back(rng: torch.Generator) -> None:
     veil = Veil(DualPrune(), grads(rng))
     payload = veil.seal(grads(rng), 1)
@@ -185,6 +234,8 @@ def test_a_bad_gradient_changes_nothing(bad: float, rng: torch.Generator) -> Non
         veil.seal({**grads(rng), "fc": torch.ones(1)}, 1)
     with pytest.raises(GradientError, match="int64"):
         veil.seal({**grads(rng), "bias": torch.ones(6, dtype=torch.int64)}, 1)
+    with pytest.raises(GradientError, match="fc is sparse"):
+        veil.seal({**grads(rng), "fc": torch.ones(10, 50).to_sparse()}, 1)
     with pytest.raises(ValueError, match="num_examples"):
         veil.seal(grads(rng), 0)
     assert same(veil.state_dict(), before)

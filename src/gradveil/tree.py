@@ -94,10 +94,12 @@ def digest(tensors: Tensors) -> str:
 
 
 def require_finite(tensors: Tensors) -> None:
-    """Raise `GradientError` naming the first tensor that holds NaN or infinity, or is not floating point."""
+    """Raise `GradientError` naming the first tensor that is not dense floating point, or holds NaN or infinity."""
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():
             raise GradientError(f"{name} has type {tensor.dtype}; only floating-point gradients can be protected")
+        if tensor.layout is not torch.strided:
+            raise GradientError(f"{name} is sparse; only dense gradients can be protected (nn.Embedding: sparse=False)")
     sums = [tensor.sum(dtype=torch.float32) for tensor in tensors.values() if tensor.numel()]
     # A sum is not finite when one entry is not; a sum that merely overflowed is settled by the exact test below.
     if not sums or bool(torch.isfinite(torch.stack(sums)).all()):

@@ -2,23 +2,26 @@
 
 import hashlib
 import os
+import threading
 import time
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from . import tree, wire
 from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
 from .errors import GradientError, GuardError, NeedError, StateError
+from .files import write_tensors
 from .gradients import gradient, parameters, per_example_gradient
 from .guard import Guard, Seen
 from .secret import SecretGenerator, system_seed
 
 DEFAULT_GUARD = Guard()
 OPEN_UPLOADS = 16  # how many sealed payloads can still be taken back
+_commit = threading.Lock()  # of the module, so that a veil can be copied
 
 
 def derive_rng(seed: int, client: str, round_: int, purpose: str = "", device: str = "cpu") -> torch.Generator:
@@ -90,7 +93,7 @@ class Veil:
             compute = per_example_gradient if "per_example" in self.defense.needs else gradient
             grads = compute(model, loss_fn, batch)
             return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
-        except Exception:
+        except BaseException:  # Ctrl-C in a notebook too
             self._seen = before  # the same model may come again for another batch
             raise
 
@@ -102,8 +105,7 @@ class Veil:
         """
         if self.guard is not None:
             self._require_own(model)
-            rng = derive_rng(self._seed, self.client, self.round, "guard")
-            self._seen = self.guard.admit(model, self._seen, input_shape=input_shape, rng=rng)
+            self._seen = self.guard.admit(model, self._seen, input_shape=input_shape, rng=self._rng("guard"))
 
     def prepare(self, model: nn.Module, batch: Batch) -> Batch:
         """Return the batch the gradient is to be computed on: a defense may transform it."""
@@ -122,20 +124,23 @@ class Veil:
         if num_examples < 1:
             raise ValueError(f"num_examples must be at least 1, got {num_examples}")
         self._check(grads)
-        step = self._step(model, batch, mask, num_examples)
+        held, step = self._state, self._step(model, batch, mask, num_examples)
         started = time.perf_counter()
-        sent, state = self.defense.apply(grads, self._state, step)
+        sent, state = self.defense.apply(grads, held, step)
         if {n: g.shape for n, g in sent.items()} != {n: g.shape for n, g in self._like.items()}:
             raise GradientError(f"{self.defense.key()} returned other tensors than the parameters': nothing is sent")
         tree.require_finite(sent)
         applied = time.perf_counter()
-        payload = Payload(wire.encode(sent, within=mask), num_examples, self.round)
+        payload = Payload(wire.encode(sent, within=mask), num_examples, step.round)
         self.seconds = (applied - started, time.perf_counter() - applied)
         self.health = _health(sent, self.defense.residual(state))
-        self._state = state
-        opened = {**self._open, self.round: hashlib.sha256(payload.body).digest()}
+        opened = {**self._open, payload.round: hashlib.sha256(payload.body).digest()}
+        with _commit:
+            # Two uploads of one round would carry the same residual, and the same noise: their difference is bare.
+            if self._state is not held or self.round != payload.round:
+                raise StateError("another thread used this veil meanwhile: nothing is sent; a veil is for one thread")
+            self._state, self.round = state, payload.round + 1
         self._open = dict(list(opened.items())[-OPEN_UPLOADS:])
-        self.round += 1
         return payload
 
     def propose(self, grads: Grads) -> Masks:
@@ -189,16 +194,12 @@ class Veil:
             raise StateError(f"this state is damaged: {error}") from error
         self._state = {name: state[name].to(device) for name in fresh}
         self._seen, self._open, self.round = seen, opened, round_
+        if not self.seeded:
+            self._seed = system_seed()  # a round that comes again must not add the same noise to another gradient
 
     def save(self, path: str | Path) -> None:
         """Write the state to a file that only its owner can read; a kill leaves the old file or the new one."""
-        path = Path(path)
-        scratch = path.with_name(path.name + ".tmp")
-        os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY, 0o600))
-        save_file({name: t.contiguous() for name, t in self.state_dict().items()}, scratch)
-        with scratch.open("rb") as handle:
-            os.fsync(handle.fileno())
-        scratch.replace(path)
+        write_tensors(path, self.state_dict())
 
     def load(self, path: str | Path) -> None:
         """Continue from a file written by `save`."""
@@ -212,8 +213,12 @@ class Veil:
         self, model: nn.Module | None, batch: Batch | None, mask: Masks | None, num_examples: int | None = None
     ) -> Step:
         device = next((t.device.type for t in self._like.values()), "cpu")
-        rng = derive_rng(self._seed, self.client, self.round, device=device)
-        return Step(rng, self.round, model, batch, mask, num_examples)
+        return Step(self._rng(device=device), self.round, model, batch, mask, num_examples)
+
+    def _rng(self, purpose: str = "", device: str = "cpu") -> torch.Generator:
+        # A process that was forked off must not add the same noise to another gradient.
+        client = self.client if self.seeded else f"{self.client}|{os.getpid()}"
+        return derive_rng(self._seed, client, self.round, purpose, device)
 
     def _require_own(self, model: nn.Module | Tensors) -> None:
         """Refuse a model whose parameters are not the veil's: a layer was planted, or this is another model."""

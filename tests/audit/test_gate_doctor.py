@@ -13,6 +13,7 @@ from gradveil.audit.report import Report
 from gradveil.audit.thresholds import Thresholds, failures
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.errors import ConfigError, GradveilError
+from gradveil.wire.frame import KINDS, Entry, Positions, Values, write_frame
 
 PARAMS = {"w": torch.zeros(40, 30), "b": torch.zeros(30)}
 
@@ -114,6 +115,17 @@ def test_doctor_refuses_other_things(tmp_path) -> None:
             examine(tmp_path / name)
     with pytest.raises(ConfigError, match="cannot examine a int"):
         examine(3)
+
+
+def test_doctor_on_a_hostile_payload(tmp_path) -> None:
+    vast = [Entry(f"w{i}", KINDS[0], (1 << 31,), Positions.NONE, Values.PLAIN, False, 0, 0, 0) for i in range(8)]
+    found = examine(write_frame(vast, [], None), gradveil.dgp())  # 68 GB, declared in a hundred bytes
+    assert found.state == "unclear"
+    assert "17179869184 entries, too many" in found.reasons[1]
+    (tmp_path / "p").write_bytes(gradveil.wire.encode({"\x1b]0;owned\x07\x1b[2J\n": torch.ones(300)}))
+    done = CliRunner().invoke(app, ["doctor", str(tmp_path / "p")])
+    assert "owned" in done.output
+    assert not {"\x1b", "\x07"} & set(done.output)
 
 
 def live_payload() -> gradveil.Payload:

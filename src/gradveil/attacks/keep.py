@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from ..files import write_tensors
 
 
 @dataclass
@@ -75,10 +76,8 @@ class Search(NamedTuple):
     def save(self, done: int, *, ended: bool = False) -> None:
         """Write the buffers, atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_suffix(".tmp")
         about = {"problem": self.problem, "done": str(done), "ended": "yes" if ended else "no"}
-        save_file({str(i): b.detach().cpu().contiguous() for i, b in enumerate(self.buffers)}, scratch, about)
-        scratch.replace(self.path)
+        write_tensors(self.path, {str(i): buffer for i, buffer in enumerate(self.buffers)}, about)
         self.keeper.saved = time.monotonic()
 
 

@@ -12,6 +12,7 @@ from .. import tree
 from ..core import Defense, Grads, Payload, Step, Tensors
 from ..errors import ConfigError, GradveilError, WireError
 from ..veil import Veil
+from ..wire import MAX_ENTRIES
 from ..wire.frame import MAGIC, Values, read_frame
 
 State = Literal["on", "off", "unclear"]
@@ -79,10 +80,14 @@ def examine_payload(body: bytes, expected: Defense | None = None) -> Examination
         for entry in frame.entries
     ]
     dense = sum(entry.numel * entry.kind.size for entry in frame.entries)
-    sent = sum(entry.sent for entry in frame.entries) / max(sum(entry.numel for entry in frame.entries), 1)
+    declared = sum(entry.numel for entry in frame.entries)
+    sent = sum(entry.sent for entry in frame.entries) / max(declared, 1)
     whole = [part.name for part in parts if part.entries >= FEW and part.share >= DENSE]
     reasons = [f"{100 * sent:.1f} % of the entries were sent, in {len(body)} bytes ({dense} uncompressed)"]
-    if expected is not None:
+    state: State
+    if expected is not None and declared > MAX_ENTRIES:  # a few bytes can declare terabytes
+        state, why = "unclear", [f"it declares {declared} entries, too many to try {expected.key()} on as many"]
+    elif expected is not None:
         shapes = {entry.name: torch.empty(entry.shape, dtype=entry.kind.dtype) for entry in frame.entries}
         state, why = _matches({p.name: round(p.share * p.entries) for p in parts}, shapes, expected)
     elif {entry.values for entry in frame.entries if entry.numel >= FEW} == {Values.LEVELS}:

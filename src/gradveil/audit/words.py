@@ -28,6 +28,15 @@ def label(defense: str) -> str:
     return "no defense" if defense == BASELINE else defense
 
 
+def printable(text: str) -> str:
+    """Return a text of the other side so that a terminal shows it instead of obeying it.
+
+    >>> printable("conv\\x1b[2J")
+    'conv\\\\x1b[2J'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def number(value: float | None, digits: int = 2) -> str:
     """Return a number for people; a dash where there is none.
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .. import check, data, metrics, models
@@ -22,6 +22,7 @@ from ..core import Attack, Batch, Defense, Observation, Reconstruction, ThreatMo
 from ..data import Dataset
 from ..defenses import DEFENSES
 from ..errors import ConfigError
+from ..files import write_tensors
 from ..gate import observe
 from ..generator import load_generator
 from ..gradients import gradient, parameters
@@ -236,9 +237,7 @@ def save_part(folder: Path, job: AttackJob, uploads: list[int], found: list[Reco
         rows.append({"upload": upload, "loss": guess.loss, "labels": told, "scores": scores})
     name = f"part-{uploads[0]:04d}"
     folder.mkdir(parents=True, exist_ok=True)
-    scratch = folder / f"{name}.tmp"
-    save_file({"guesses": torch.cat(pixels)}, scratch)
-    scratch.replace(folder / f"{name}.safetensors")
+    write_tensors(folder / f"{name}.safetensors", {"guesses": torch.cat(pixels)})
     write_json(folder / f"{name}.json", {"digest": job.digest, "rows": rows, "seconds": seconds})
 
 

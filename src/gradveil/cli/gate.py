@@ -60,7 +60,7 @@ def doctor(
     found = examine(given, expected)
     out.print(_table(found))
     for reason in found.reasons:
-        out.print(reason, markup=False, highlight=False)
+        out.print(words.printable(reason), markup=False, highlight=False)
     colour = {"on": "green", "off": "red", "unclear": "yellow"}[found.state]
     out.print(f"[bold {colour}]The defense is {found.state}.[/]")
     if found.state != "on":
@@ -74,6 +74,11 @@ def _table(found: Examination) -> Table:
     for part in found.parts:
         norm = [words.number(part.norm, 4)] if residual else []
         table.add_row(
-            escape(part.name), part.dtype, f"{part.entries:,}", words.percent(part.share), f"{part.nbytes:,}", *norm
+            escape(words.printable(part.name)),
+            part.dtype,
+            f"{part.entries:,}",
+            words.percent(part.share),
+            f"{part.nbytes:,}",
+            *norm,
         )
     return table

@@ -41,17 +41,38 @@ def attach(
         prepared: the script applies the defense's `prepare_model` and `prepare_batch` itself.
 
     Raises:
-        EngineError: `model` is not a DistributedDataParallel model.
+        EngineError: `model` is not a DistributedDataParallel model, or something in it would send raw gradients itself,
+            or the ranks come with different defenses.
         NeedError: the defense needs what a hook never sees.
     """
     if not isinstance(model, DistributedDataParallel):
         raise EngineError(_not_ddp(model))
     refuse_unfit(defense, "a DDP hook", prepared)
+    _refuse_side_doors(model)
     veil = RankVeil(model, defense, num_examples=num_examples, seed=seed, scaler=scaler)
     veil.rehearse()
     model.register_comm_hook(None, veil.hook)
     model.register_forward_pre_hook(veil.refuse_if_broken)  # DDP would blame unused parameters
     return veil
+
+
+def _refuse_side_doors(model: DistributedDataParallel) -> None:
+    """Refuse what exchanges gradients without asking the hook, or lets it wait for buckets that never come."""
+    if model._delay_all_reduce_params:
+        raise EngineError("delay_all_reduce_named_params sends raw gradients past the hook: wrap the model without it")
+    if getattr(model, "skip_all_reduce_unused_params", False):  # not in every torch
+        raise EngineError("with skip_all_reduce_unused_params a step may never end: wrap the model without it")
+    for name, module in model.module.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            raise EngineError(
+                f"the model holds another DistributedDataParallel ({name or 'the module itself'}), which would send "
+                "its raw gradients by itself: wrap the model once"
+            )
+        if isinstance(module, nn.SyncBatchNorm):
+            raise EngineError(
+                f"{name or 'the model'} is a SyncBatchNorm, which sends raw statistics in forward and raw gradients in "
+                "backward: use BatchNorm"
+            )
 
 
 def _not_ddp(model: nn.Module) -> str:

@@ -1,6 +1,8 @@
 """One rank's side of a DDP step: buckets come in, are protected and exchanged, and go back as the mean of all ranks."""
 
+import hashlib
 import math
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import tree
 from ..core import Defense, Grads, Masks, State, Step, Tensors
 from ..defenses import AlignedDualPrune, DualPrune, Identity, TopK
-from ..errors import EngineError, NeedError, StateError
+from ..errors import EngineError, GradientError, NeedError, StateError
 from ..secret import system_seed
 from ..veil import Veil, derive_rng
 from .ddp_exchange import Exchange, Transit
@@ -71,8 +73,15 @@ class RankVeil:
         self._like = {name: torch.zeros(p.shape, device=p.device) for name, p in params.items()}
         self._peers = Exchange(model.process_group, next(iter(self._like.values())).device)
         self._scaler = scaler
+        self._seeded = seed is not None
         self._seed = system_seed() if seed is None else seed
-        self._lottery = self._peers.agree([secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF])[0]
+        draw = secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF
+        mine = _digest(defense)
+        self._lottery, most, least = self._peers.agree([draw, mine, -mine])
+        if most != -least:
+            raise EngineError(
+                "the ranks attach different defenses, and one of them may send bare gradients: use one for all"
+            )
         self._state: State = defense.init(self._like)
         self._layerwise = all(type(part) in _LAYERWISE for part in parts_of(defense))
         self._may_be_unused = model.find_unused_parameters
@@ -114,6 +123,8 @@ class RankVeil:
         probe.load_state_dict(saved)
         self._state = tree.only("state", probe.state_dict())
         self.round, self._lottery = probe.round, int(saved["lottery"])
+        if not self._seeded:
+            self._seed = probe._seed  # fresh, as in `Veil.load_state_dict`
 
     def rehearse(self) -> None:
         """Run the defense once on zeros, so that whatever it lacks is said before training starts."""
@@ -135,6 +146,8 @@ class RankVeil:
 
     def _take(self, bucket: dist.GradBucket) -> Future[Tensor]:  # type: ignore[name-defined]
         buffer = bucket.buffer()
+        if buffer.is_sparse:
+            raise GradientError("sparse gradients cannot be protected: nn.Embedding(..., sparse=False)")
         names = [self._names[id(p)] for p in bucket.parameters()]
         promise: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else None)
         self._waiting.append(_Bucket(buffer, dict(zip(names, bucket.gradients(), strict=True)), promise))
@@ -228,6 +241,12 @@ class RankVeil:
     def _scale(self) -> float:
         """Return the loss scale: residuals are kept in the units of the true gradient."""
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
+
+
+def _digest(defense: Defense) -> int:
+    """Return what ranks compare: a number that equal defenses have in common in every process."""
+    text = re.sub(r" at 0x[0-9a-f]+", "", repr(defense))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
 def _flatten(tensors: Tensors) -> Tensor:

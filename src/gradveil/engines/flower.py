@@ -16,11 +16,12 @@ from typing import Any, Literal
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from torch import Tensor
 
 from .. import check, tree, wire
 from ..core import Defense, Grads, Masks, Tensors
 from ..defenses import AlignedDualPrune
-from ..errors import GradveilError, NeedError, StateError
+from ..errors import EngineError, GradveilError, NeedError, StateError
 from ..guard import Guard
 from ..veil import Veil
 from . import flower_records as records
@@ -32,7 +33,7 @@ from .store import Courier, FileStore, Upload
 
 Handler = Callable[[Message, Context], Message]
 
-REFUSED = 6  # Flower's code for a mod whose conditions are not met
+RAISED, REFUSED = 2, 6  # Flower's codes for an app that raised, and for a mod whose conditions are not met
 DEFAULT_GUARD = Guard(jump=None)  # a client may be asked rarely, and much can change between two requests
 log = logging.getLogger("flwr.gradveil")
 
@@ -44,9 +45,9 @@ class VeilMod:
     Guarantees: an answer holds the sealed update, single numbers from the app's metrics, and nothing else; where that
     cannot be built (an unknown record, a type no defense handles, a missing or stale residual, a server without
     gradveil) an error goes out instead. So it does for a model that looks manipulated: the guard looks before the app
-    is called. Answers to evaluate and query messages may hold metrics only. The residual is written before the answer
-    leaves; an upload the server did not use goes back into it. Does not guarantee anything about what metrics reveal,
-    nor about a server that lies about which uploads it used.
+    is called. Answers to evaluate and query messages may hold metrics only; of an app's error only its kind leaves. The
+    residual is written before the answer leaves; an upload the server did not use goes back into it. Does not
+    guarantee anything about what metrics reveal, nor about a server that lies about which uploads it used.
 
     Args:
         defense: what protects the update; one that needs the batch or the model cannot work here.
@@ -91,6 +92,10 @@ class VeilMod:
         except GradveilError as error:
             log.error("nothing is sent: %s", error)
             return Message(Error(REFUSED, f"gradveil: {error}"), reply_to=message)
+        except Exception as error:  # Flower would send its text to the server, and a tensor of the batch may be in it
+            log.exception("nothing is sent")
+            why = f"gradveil: the client raised {type(error).__name__}; what it says stays in the log of this node"
+            return Message(Error(RAISED, why), reply_to=message)
 
     def _train(self, message: Message, context: Context, call_next: Handler) -> Message:
         request = records.Request.read(message)
@@ -105,13 +110,13 @@ class VeilMod:
             if notes is not None:
                 claims.enter_context(notes.claimed())  # until saved: two jobs at once must not both find it unseen
             kept = {**held(request, arrived), **self._look_at(before, memory, notes)}
+            me = torch.tensor([request.round, context.node_id - 2**63])  # numbers of nodes take 64 bits without a sign
+            _refuse_company(memory, me)
             like = records.parameters_of(before, self.local)
             mask = self._open_mask(message, like)
             courier = self._courier(like, memory, request, context)  # refuses a lost residual before any work is done
             _strip(message)
             reply = _answer(call_next(message, context))
-            if reply.has_error():
-                return reply
             after, examples = self._read_answer(reply, before)
             grads = tree.sub(like, records.parameters_of(after, self.local))
             if request.ask == "mask":
@@ -126,7 +131,7 @@ class VeilMod:
                 records.OURS: ConfigRecord({"upload": upload.id, "round": request.round, **_holds(request)}),
             })  # fmt: skip
             own = tree.under("buffer", {n: t for n, t in after.items() if self._stays(n)})
-            save(store, notes, {**courier.memory(), **own, **kept})  # last: nothing after it can fail
+            save(store, notes, {**courier.memory(), **own, **kept, "answered": me})  # last: nothing after it can fail
             return Message(content, reply_to=message)
 
     def _wrap(self, upload: Upload, request: records.Request, like: Grads, memory: Tensors) -> Array:
@@ -150,8 +155,6 @@ class VeilMod:
             known = _held_record(request)
             _strip(message)
         reply = _answer(call_next(message, context))
-        if reply.has_error():
-            return reply
         return Message(RecordDict({**records.metrics_only(reply.content), **known}), reply_to=message)
 
     def _open_model(self, message: Message, request: records.Request, memory: Tensors) -> tuple[Tensors, Tensors]:
@@ -220,6 +223,16 @@ class VeilMod:
         return records.is_buffer(name) and (self.buffers == "local" or name.endswith("num_batches_tracked"))
 
 
+def _refuse_company(memory: Tensors, me: Tensor) -> None:
+    """Refuse the memory of another node: a node that came back under a new number is not asked twice in one round."""
+    round_, node = memory.get("answered", me).tolist()
+    if round_ == int(me[0]) and node != int(me[1]):
+        raise StateError(
+            "another node has answered in this round from the same memory: give every node a folder or a "
+            "partition-id of its own"
+        )
+
+
 def _holds(request: records.Request) -> dict[str, int]:
     return {} if request.version is None else {"holds": request.version}
 
@@ -233,6 +246,11 @@ def _answer(reply: Any) -> Message:
     """Return the app's answer; Flower's SuperNode would hang on anything that is not a message."""
     if not isinstance(reply, Message):
         raise NeedError(f"the client app returned {type(reply).__name__} instead of a Message: nothing is sent")
+    if reply.has_error():
+        log.error("the client app answered with an error: %s", reply.error.reason)
+        raise EngineError(
+            f"the client app answered with error {reply.error.code}; its text stays in the log of this node"
+        )
     return reply
 
 

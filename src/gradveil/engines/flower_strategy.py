@@ -141,15 +141,17 @@ class VeiledFedAvg(FedAvg):  # type: ignore[misc]
         if not accepted or self._round is None:
             return None, None
         accepted.sort(key=lambda part: part.node)  # the sum must not depend on who was faster
-        try:
-            update = self._mean(accepted)
-        except WireError as error:
-            log.warning("round %d: nothing is used: %s", server_round, error)
-            return None, None
         weights = [part.examples for part in accepted]
         complete = all(part.buffers for part in accepted)
         buffers = tree.weighted_mean([part.buffers for part in accepted], weights) if complete else {}
-        model = records.apply_update(self._round.model, update) | buffers
+        try:
+            update = self._mean(accepted)
+            model = records.apply_update(self._round.model, update) | buffers
+            if not all(bool(torch.isfinite(tensor).all()) for tensor in model.values()):
+                raise WireError("the model would hold NaN or infinity")  # finite updates may add up to more than fits
+        except WireError as error:
+            log.warning("round %d: nothing is used: %s", server_round, error)
+            return None, None
         self.used |= {part.node: part.upload for part in accepted}
         if self.sparse_download:
             self._download.advance(update, buffers)

@@ -11,7 +11,6 @@ to rounding, whatever was killed, dropped, repeated or late in between.
 
 import contextlib
 import fcntl
-import os
 import secrets
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -19,12 +18,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .. import tree
 from ..core import Grads, Masks, Payload, Tensors
 from ..errors import StateError
+from ..files import write_tensors
 from ..veil import Veil
 from .packing import pack_masks, unpack_masks
 
@@ -46,18 +46,13 @@ class FileStore:
 
     def save(self, tensors: Tensors) -> None:
         """Replace the file: a kill leaves the old one or the new one."""
-        scratch = self.path.with_name(self.path.name + ".tmp")
-        os.close(os.open(scratch, os.O_CREAT | os.O_WRONLY, 0o600))
-        save_file({name: t.contiguous() for name, t in tensors.items()}, scratch)
-        _sync(scratch)
-        scratch.replace(self.path)
-        _sync(self.path.parent)
+        write_tensors(self.path, tensors)
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Hold the file for one request; a second process that wants it meanwhile is refused."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with self.path.with_name(self.path.name + ".lock").open("w") as lock:
+        with self.path.with_name(self.path.name + ".lock").open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -65,14 +60,6 @@ class FileStore:
                     f"another process is using {self.path}: give every node a folder of its own"
                 ) from error
             yield  # the system drops the lock with the process, however it ends
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 @dataclass(frozen=True)
@@ -120,7 +107,8 @@ class Courier:
         if last is not None and last not in (pending, self.confirmed):
             raise StateError(
                 "the residual of this node is missing or stale: the server has used an upload this node does not "
-                "remember. Restore its memory, or allow a restart from zero (restart_lost=True)"
+                "remember. Restore its memory, give every node a folder or a partition-id of its own, or allow a "
+                "restart from zero (restart_lost=True)"
             )
         if self.pending is None:
             return

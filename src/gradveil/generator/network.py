@@ -1,19 +1,18 @@
 """The generator network and its file."""
 
 import json
-import os
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .. import check
 from ..errors import ConfigError
+from ..files import write_tensors
 
 FORMAT = "gradveil generator 1"
 EMBEDDING = 32
@@ -81,11 +80,7 @@ def save_generator(generator: Generator, path: str | Path) -> None:
         "width": generator.width,
     }
     halves = {name: t.detach().to("cpu", torch.float16).contiguous() for name, t in generator.state_dict().items()}
-    scratch = path.with_name(path.name + ".tmp")
-    save_file(halves, scratch, metadata={"format": FORMAT, "generator": json.dumps(made)})
-    with scratch.open("rb") as handle:
-        os.fsync(handle.fileno())
-    scratch.replace(path)
+    write_tensors(path, halves, {"format": FORMAT, "generator": json.dumps(made)})
 
 
 def load_generator(path: str | Path | None = None) -> Generator:

@@ -5,14 +5,13 @@ discriminator makes what lies between them look real. Train on public pictures o
 under attack.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from .. import check, tree
 from ..core import Tensors
 from ..data import Dataset
 from ..errors import StateError
+from ..files import write_tensors
 from .helpers import Discriminator, Encoder
 from .network import Generator
 
@@ -180,11 +180,7 @@ class Trainer:
         """Write the run to a file, atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         own = {name: t.detach().cpu().clone().contiguous() for name, t in self.state_dict().items()}
-        scratch = path.with_name(path.name + ".tmp")
-        save_file(own, scratch, self._origin)
-        with scratch.open("rb") as handle:
-            os.fsync(handle.fileno())
-        scratch.replace(path)
+        write_tensors(path, own, self._origin)
 
     def load(self, path: Path) -> None:
         """Go on from a file written by `save`; raises `StateError` if it is of another run."""

@@ -1,12 +1,13 @@
 """The client's own look at the model it was sent, before any gradient is computed on it.
 
 A malicious server can put a layer into the model, or write weights into an existing one, so that single pictures come
-out of the gradient whole. The guard asks four questions:
+out of the gradient whole. The guard asks five questions:
 
 - Is this the structure the user defined, or saw first? (`fingerprint`)
 - Would a layer sort pictures into bins? Two rows whose measurements of a natural picture agree to within the gap of
   their thresholds are nested: whatever excites the one excites the other, and the difference of their gradients shows
   what lies between. An imprint consists of such rows; in an honest layer, fresh or trained, they do not occur.
+- Is every number finite? One that is not, in a unit that never fires, leaves gradients whole and blinds all sums.
 - Is most of a layer silent, so that what is left stands out of a defense's noise? Rows that repeat each other, units of
   the first layer that fire for few pictures, if any (also trap weights), inputs whose outgoing weights are zero.
 - Did a layer become another one since the last round, or is this a model that was answered before?
@@ -155,7 +156,12 @@ bias=True)'): no gradient is computed on it
         found = []
         first = True
         for name, weight in tensors.items():
-            if not weight.is_floating_point() or not rows_see_inputs(weight.shape):  # indices are no weights
+            if not weight.is_floating_point():  # indices are no weights
+                continue
+            if not bool(torch.isfinite(weight).all()):  # one such entry would blind every sum below
+                found.append(Finding(name, "it holds NaN or infinity"))
+                continue
+            if not rows_see_inputs(weight.shape):
                 continue
             shape = _picture_shape(weight, input_shape)
             bias = tensors.get(f"{name.removesuffix('weight')}bias")

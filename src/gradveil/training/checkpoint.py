@@ -1,17 +1,16 @@
 """A run in one safetensors file: tensors in the body, plain data as JSON in its header. No pickle."""
 
 import json
-import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from .. import tree
 from ..core import Tensors
 from ..errors import ConfigError, StateError
+from ..files import write_tensors
 from .settings import MAY_CHANGE, Settings
 
 FORMAT = "gradveil training 1"
@@ -50,11 +49,7 @@ def save_checkpoint(path: str | Path, checkpoint: Checkpoint) -> None:
     }
     # A clone, because safetensors refuses views that share memory.
     own = {name: t.detach().to("cpu", memory_format=torch.contiguous_format, copy=True) for name, t in tensors.items()}
-    scratch = path.with_name(path.name + ".tmp")
-    save_file(own, scratch, metadata={"format": FORMAT, "run": json.dumps(header)})
-    with scratch.open("rb") as handle:
-        os.fsync(handle.fileno())
-    scratch.replace(path)
+    write_tensors(path, own, {"format": FORMAT, "run": json.dumps(header)})
 
 
 def load_checkpoint(path: str | Path) -> Checkpoint:
