@@ -112,8 +112,8 @@ RECORDED_NOTES = {  # of the recorded runs at full scale, not of the tables
     "[users whose data differ](training.md#users-whose-data-differ).",
     "Accuracy, CIFAR-100": "The 50,000 and 10,000 pictures as published (their deviations per channel are the "
     "published ones), in our own order, which training shuffles anyway. The same runs on CIFAR-10 follow. In the paper "
-    "DGP that prunes 80 % trains better than Top-k that prunes 95 % on every model; here on VGG11, on ResNet18 both end "
-    "alike, and on the two small ones Top-k ends higher, on CIFAR-10 on CNN6 only.",
+    "DGP that prunes 80 % trains better than Top-k that prunes 95 % on every model; here on VGG11; on ResNet18 both "
+    "end alike, and on the two small ones Top-k ends higher, on CIFAR-10 on CNN6 only.",
     DISTANCE: "Between the top 5 and 10 % of DGP the distance jumps. The "
     "classifier's bias has ten entries, of which 5 % round down to none; at 10 % the largest one goes, which belongs "
     "to the true label and is about a third of the squared gradient. So at 5 % DGP sends the label, and that one "
