@@ -35,6 +35,7 @@ from gradveil.metrics.perceptual import lpips_weights
 from gradveil.reproduce import SCALES, attacked, figures, pictures, store
 from gradveil.reproduce.cells import AttackCell
 from gradveil.reproduce.scored import scores_of
+from gradveil.reproduce.weights import placed
 from gradveil.spec import build
 from gradveil.training import Settings
 from gradveil.training.run import run
@@ -241,17 +242,16 @@ def ig_smooth_deep(root: str) -> Iterator[Line]:
 def accuracy(settings: Settings, label: str, root: str) -> Line:
     """Return what a run ends at, with its label, which also names the folder where it is kept and goes on."""
     folder = Path("runs/reasons") / re.sub(r"\W+", "-", label)
-    precision = settings.precision if BEST.type == "cuda" else "float32"  # bf16 ends alike, and is slow on a CPU
-    here = replace(settings, root=root, device=str(BEST), precision=precision, engine="fast")
-    return label, {"accuracy": [run(here, folder, resume=True)["accuracy"]]}
+    return label, {"accuracy": [run(placed(settings, root, str(BEST)), folder, resume=True)["accuracy"]]}
 
 
 def relu_lenet(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
     """Return LeNet with ReLUs for its sigmoids and torch's own first weights, as one would build it to train."""
     model = models.build("lenet(init='default')", num_classes=num_classes, input_shape=input_shape)
-    for i, layer in enumerate(model.features):
+    features = model.get_submodule("features")
+    for name, layer in list(features.named_children()):
         if isinstance(layer, nn.Sigmoid):
-            model.features[i] = nn.ReLU()
+            setattr(features, name, nn.ReLU())
     return model
 
 

@@ -413,6 +413,14 @@ def test_training_runs_are_found_by_what_was_trained(in_scratch: Path) -> None:
     assert [r["settings"]["seed"] for r in trained.recorded(in_scratch, outcome.cell, "quick")] == [0]
 
 
+def test_training_for_the_tables_takes_the_arithmetic_that_suits_the_machine() -> None:
+    wanted = FULL.train("dgp", "lenet").settings
+    assert (wanted.engine, wanted.precision) == ("fast", "bf16")
+    here = weights.placed(wanted, "somewhere", "cpu")
+    assert replace(here, root="", device="auto", precision="bf16") == wanted
+    assert (here.root, here.device, here.precision) == ("somewhere", "cpu", "float32")
+
+
 def test_missing_full_scale_runs_are_named_not_trained(in_scratch: Path) -> None:
     (outcome,) = do(FULL, in_scratch, "train_dgp_resnet18_cifar10_seed0", "main")
     assert outcome.status == "untrained"

@@ -15,7 +15,7 @@ from ..training.run import run
 from . import store
 from .cells import TrainingCell, key
 from .pictures import load_split
-from .weights import RUNS, copy_of
+from .weights import RUNS, copy_of, placed
 
 # What may differ between a run and the table it stands in: where and how fast it ran, not what was trained.
 FREE = frozenset(
@@ -60,9 +60,8 @@ def _same(result: dict[str, Any], wanted: Settings) -> bool:
 def perform(cell: TrainingCell, *, root: str | None, device: str, minutes: float | None) -> dict[str, Any]:
     """Train, going on from an earlier sitting, and return the result; raises `TimeoutError` if time ran out."""
     _require_whole(cell.settings.data, root)
-    values = {**asdict(cell.settings), "root": root or "", "device": device}
     folder = RUNS / f"{key(cell)}_{copy_of(cell.settings.data, root)}"
-    result = run(Settings(**values), folder, resume=True, minutes=minutes)
+    result = run(placed(cell.settings, root, device), folder, resume=True, minutes=minutes)
     if result["status"] == "stopped":
         raise TimeoutError(f"stopped after {result['rounds_done']} rounds")
     curve = result["curve"]

@@ -1,6 +1,7 @@
 """Weights of trained models, for attacks after some epochs: trained once, kept, and gone on from."""
 
 import shutil
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from .. import data as datasets
 from ..core import Tensors
 from ..errors import ConfigError
 from ..training import Settings, load_checkpoint
+from ..training.job import pick_device
 from ..training.run import CHECKPOINT, run
 from .cells import AttackCell
 from .scales import Scale
@@ -23,6 +25,12 @@ def copy_of(data: str, root: str | None) -> str:
     return datasets.load(data, split="train", root=root).digest[:8]
 
 
+def placed(settings: Settings, root: str | None, device: str) -> Settings:
+    """Return the settings for this machine. On a CPU bf16 is slower than float32, and both end alike."""
+    precision = settings.precision if pick_device(device).type == "cuda" else "float32"
+    return replace(settings, root=root or "", device=device, precision=precision)
+
+
 def trained_weights(
     cell: AttackCell, scale: Scale, root: str | None, device: torch.device, minutes: float | None
 ) -> Tensors:
@@ -34,11 +42,9 @@ def trained_weights(
     settings = Settings(
         model=cell.model,
         data=cell.data,
-        root=root or "",
         defense="none",
         epochs=cell.epochs,
         eval_every=cell.epochs,
-        device=str(device),
         seed=cell.seed,
         **scale.weights,
     )
@@ -48,7 +54,7 @@ def trained_weights(
         earlier = [e for e in scale.epochs if e < cell.epochs and (RUNS / f"{base}_epochs{e}" / CHECKPOINT).exists()]
         if earlier:
             shutil.copytree(RUNS / f"{base}_epochs{max(earlier)}", folder)
-    result = run(settings, folder, resume=True, minutes=minutes)
+    result = run(placed(settings, root, str(device)), folder, resume=True, minutes=minutes)
     if result["status"] == "stopped":
         raise TimeoutError(f"training stopped after {result['rounds_done']} rounds")
     if result["status"] != "finished":
