@@ -492,6 +492,11 @@ def test_the_papers_tables_show_beside_each_line_what_knowing_the_defense_adds(t
     assert [rows[defense][told] for defense in ("none", "dgp")] == [" – ", " **0.900** "]
 
 
+def test_every_note_stands_under_a_heading_that_there_is() -> None:
+    headings = {entry.part for entry in entries("all", FULL)}
+    assert {*pages.notes("table"), *pages.notes("recorded")} <= headings
+
+
 def test_the_page_names_what_was_not_run_and_counts_what_was(tmp_path: Path) -> None:
     done = FULL.attack("ig", "topk", batch_size=2)
     store.write(store.path_of(tmp_path, "full", done), fake(done, 0.5, 0.5))

@@ -1,7 +1,12 @@
-"""docs/results.md, rendered from the recorded results and nothing else."""
+"""docs/results.md, rendered from the recorded results and nothing else. Its prose lies in `results_head.md`,
+`notes.json` and `reasons.json`.
+"""
 
+import json
 import math
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,109 +21,6 @@ from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
 from .tables import DISTANCE, FEEDBACK, TABLES, entries
 
-HEAD = """# Results
-
-<!-- Rendered from results/ by `gradveil reproduce render`: change the results or the renderer, not this page. -->
-
-Every line comes from result files under `results/` that hold the command (two early trainings of LeNet lack it),
-commit, hardware, seconds, seed and the score of every single picture. "Paper" is what the DGP paper (AAAI 2024) prints.
-Where ours differs from it by more than the spread, and by more than its last digit can say (0.0005, or 0.05 % of larger
-values), a sentence below the table says why: tested, or a guess. What was not run is named as such.
-
-{contents}
-## How to run it
-
-```
-gradveil reproduce all                                     # quick scale: minutes on a CPU, to see that every table runs
-gradveil reproduce main --scale full --root DATA --train   # the paper's settings, for a GPU; also --seeds 0,1,2
-gradveil reproduce view main --scale full --root DATA      # reconstructions beside the originals, as a page
-gradveil reproduce render                                  # this page, from results/
-```
-
-`DATA` holds `cifar-10-batches-bin`, the published binary version. LPIPS needs its published weights
-([where](dependencies.md)). `--dry` lists the cells, `--cells` picks some, `--minutes` stops in time: what is recorded
-is not run again, and a search (IG, GI) or a training that was stopped goes on where it stopped; other attacks begin
-their cell anew. On an H200 IG takes 40 s for 20 pictures on ResNet18, and 100 epochs of training 150 s. Quick results
-go to `results/quick`, which is not kept here. What the paper leaves open is set for a whole table by `--rounds`,
-`--labels` and `--mode`.
-
-## How to read this page
-
-- **LPIPS**: low means recovered. **SSIM**: high means recovered; "blind" is what the best guess reaches that never
-  looks at the gradient. **SSIM7** is the kind the paper's figures fit: a flat 7x7 window and a data range of 2, under
-  which plain grey scores about 0.25. It is there to compare with the paper; judge leakage by SSIM against blind.
-- **identified**: how often the private picture is the reconstruction's nearest among 99 others and the pictures of its
-  own upload, by MSE, SSIM or LPIPS, whichever ranks it best. In brackets: the best blind guess.
-- **±** is two standard errors over all pictures, or half the range of the seeds' means if that is wider. Without it
-  there is one value only, and any difference from the paper counts as one.
-- **told the defense**: what the same attack reaches in the hands of somebody who knows the defense and allows for it,
-  which the paper does not ask (IG and GI in 1,000 steps instead of 2,500); spreads, LPIPS and pictures stand under
-  [beyond](#beyond).
-- **min, max**: of each seed's pictures, then the mean over the seeds. **n**: pictures of all seeds together.
-- **run**: hardware, date and commits; a `+` behind a commit means changes that were not committed.
-- Unless a line says otherwise the attacked model is freshly initialised and in evaluation mode, labels are given, and
-  the upload is the client's first (no error-feedback history). The paper leaves all of these open; lines with the other
-  values stand under [beyond](#beyond). Uploads without content are never scored.
-- A green tile among the reconstructions is a copy of the private picture (above 40 dB), left out because pictures of a
-  dataset are not kept here. `gradveil reproduce view` shows all originals, from your own copy of the data.
-- CIFAR-10 is the original, known by its digest. Results on other copies stand apart, at the end.
-
-| attacker | who that is |
-|---|---|
-| `ig`, `gi`, `rob`, `rgap` | the paper's four, who do not allow for the defense; `rob` plants a layer, uploads of 9 |
-| `ig+mask`, `gi+mask`, `rgap+mask` | the same, told the defense: behind pruning they compare only what arrived |
-| `rob+fit` | Rob with its planted layer fitted to the defense |
-| `ig+band` | also uses that what did not arrive lies above or below the sent band |
-| `ig+eased` | the mask-aware one by a schedule of our own: plain Adam, large steps, smoothing that eases off |
-| `ig+coarse` | looks for a picture of 8 by 8 pixels only, which finds form under noise |
-| `ig+chain` | follows the client from its first round and subtracts what it was held back |
-| `spotlight` | plants a layer of which a quarter fires, all for the same picture |
-| `ggl` | searches a generator trained on public pictures; `short`: for fewer steps, which fit less of the noise |
-| the label alone | a random picture of that generator, of the right class: what goes beyond it is the gradient's |
-
-| defense | what that is |
-|---|---|
-| `ats_r`, `ats_t` | ATS; compared with the picture as ATS changed it, and with the raw one |
-| `outpost` | attacked with its gate open: shut, it sends the raw gradient |
-| `topk`, `topk5` | Top-k that keeps 20 %, and 5 %, with error feedback |
-| `dgp-nofeedback`, `adgp-nofeedback` | without error feedback |
-| `hardened1` | the noise and rounding of `hardened` on single examples; `hardened` mixes 32 before it sends |
-"""
-NOTES = {
-    "R-GAP on CNN6": "PRECODE has no line, nor has it one in the paper: a random bottleneck leaves no chain of layers "
-    "to solve.",
-    "GGL where the paper has none: ADGP, and under noise": "Whoever knows the label paints pictures of its class: what "
-    "goes beyond the first line comes from the upload. `hardened` mixes 32 pictures, of which one is searched.",
-    "FedAvg: several local steps": "A client takes all its steps on one picture.",
-    "FedAvg: four local steps, each on a picture of its own": "Four pictures in an upload. The attacker knows the "
-    "labels and their order.",
-}
-RECORDED_NOTES = {  # of the recorded runs at full scale, not of the tables
-    "Rob on ResNet18": "Behind Outpost Rob finds little whether it is told or not; a layer planted against noise finds "
-    "the pictures: [spotlight](#a-planted-layer-of-which-a-quarter-fires-all-for-one-picture-the-client-has-no-guard).",
-    "Communication and computation": "The seconds are those spent between gradient and encoding, on one H200 (without "
-    "a defense: a look whether all numbers are finite). Soteria on LeNet was timed on two CPU cores and compares with "
-    "no other row.",
-    "GGL with a generator of our own": "Behind DGP the search finds more than behind the raw gradient. That this is "
-    "because DGP takes away the largest entries, which say more about the label than about the picture, is a guess.",
-    "Clients in training mode: BatchNorm by the batch's own statistics": "Without a defense nothing is found either: "
-    "these lines say what the attacker cannot do, and nothing for any defense. With one picture in a batch the "
-    "gradient of the deep layers turns with every small change of the picture (the search ends at a cosine distance "
-    "of 0.7), and this descent does not get near.",
-    "Trained models": "Weights are trained undefended where the attack runs, and not kept: on ResNet18 lines of other "
-    "commits were attacked on models trained again by the same recipe. LeNet of seed 2 never leaves chance (10 % after "
-    "100 epochs): what its gradients give away is not what a model that has learnt gives away.",
-    "Accuracy under Dirichlet partitions": "Why DGP and ADGP diverge: "
-    "[users whose data differ](training.md#users-whose-data-differ).",
-    "Accuracy, CIFAR-100": "The 50,000 and 10,000 pictures as published (their deviations per channel are the "
-    "published ones), in our own order, which training shuffles anyway. The same runs on CIFAR-10 follow. In the paper "
-    "DGP that prunes 80 % trains better than Top-k that prunes 95 % on every model; here on VGG11; on ResNet18 both "
-    "end alike, and on the two small ones Top-k ends higher, on CIFAR-10 on CNN6 only.",
-    DISTANCE: "Between the top 5 and 10 % of DGP the distance jumps. The "
-    "classifier's bias has ten entries, of which 5 % round down to none; at 10 % the largest one goes, which belongs "
-    "to the true label and is about a third of the squared gradient. So at 5 % DGP sends the label, and that one "
-    "number is most of what arrives, by energy.",
-}
 PLOTS = {DISTANCE: "results-distance.png", FEEDBACK: "results-accuracy.png"}  # beside docs/results.md
 OTHER_HEAD = """## Another copy of CIFAR-10
 
@@ -168,7 +70,17 @@ def render(folder: Path) -> str:
             parts.append("".join(f"- [{title}](#{_anchor(title)})\n" for title in found))
         parts += [_part(page, title, part) for title, part in found.items()]
     parts.append(_other_copies(folder))
-    return "\n".join([HEAD.format(contents=table(contents)), *parts])
+    return "\n".join([_prose("results_head.md").format(contents=table(contents)), *parts])
+
+
+@cache
+def notes(kind: str) -> dict[str, str]:
+    """Return what stands under headings: of the `table` at any scale, or of its `recorded` runs at full scale."""
+    return dict(json.loads(_prose("notes.json"))[kind])
+
+
+def _prose(name: str) -> str:
+    return resources.files("gradveil").joinpath("reproduce", name).read_text(encoding="utf-8")
 
 
 def plot_names(scale: str) -> dict[str, str]:
@@ -202,8 +114,8 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
         figures_of(entry, found) | told_figures(page.folder, page.scale, entry) if found else {}
         for entry, found in zip(lines, results, strict=True)
     ]
-    notes = NOTES | (RECORDED_NOTES if page.scale == "full" else {})
-    text = "\n\n".join([f"### {title}", *([notes[title]] if title in notes else []), *_of_part(results)]) + "\n\n"
+    told = notes("table") | (notes("recorded") if page.scale == "full" else {})
+    text = "\n\n".join([f"### {title}", *([told[title]] if title in told else []), *_of_part(results)]) + "\n\n"
     if not any(results) and not any(entry.paper for entry in lines):
         return f"{text}Not run: {'; '.join(entry.label for entry in lines)}.\n"
     columns = columns_for(lines, figures)
