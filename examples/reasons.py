@@ -242,7 +242,8 @@ def ig_smooth_deep(root: str) -> Iterator[Line]:
 def accuracy(settings: Settings, label: str, root: str) -> Line:
     """Return what a run ends at, with its label, which also names the folder where it is kept and goes on."""
     folder = Path("runs/reasons") / re.sub(r"\W+", "-", label)
-    return label, {"accuracy": [run(placed(settings, root, str(BEST)), folder, resume=True)["accuracy"]]}
+    result = run(placed(settings, root, str(BEST)), folder, resume=True)
+    return label, {name: [result[name]] for name in ("accuracy", "seconds")}  # those of all sittings
 
 
 def relu_lenet(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
@@ -285,7 +286,7 @@ EXPERIMENTS: dict[str, Callable[[str], Iterator[Line]]] = {
 
 def figures_of(scores: Scores) -> dict[str, Any]:
     if "accuracy" in scores:
-        return {"accuracy": {"mean": scores["accuracy"][0]}}
+        return {name: {"mean": value} for name, (value,) in scores.items()}
     found = {}
     for name, column in (("ssim", "paper_ssim"), ("plain_ssim", "ssim"), ("lpips", "lpips"), ("mse", "mse")):
         figure = figures.summarise([scores[column]])
