@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from gradveil import data, paper, tree
+from gradveil import data, metrics, paper, tree
 from gradveil.attacks import ATTACKS
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.core import Batch, Reconstruction
@@ -1032,6 +1032,7 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     quick = runner.invoke(app, ["reproduce", "main", "--cells", "rob_none_*", "--device", "cpu", "--out", "results"])
     assert quick.exit_code == 0, quick.output
     assert "QUICK SCALE" in quick.output
+    assert ("the LPIPS columns are empty" in quick.output) is not metrics.lpips_available()
     page = (in_scratch / "runs" / "reproduce" / "main-quick.md").read_text()
     assert "QUICK SCALE" in page
     assert "cnn6 in place of resnet18" in page

@@ -10,8 +10,10 @@ import typer
 from rich.markup import escape
 
 from .. import record
+from ..errors import ConfigError
+from ..metrics.perceptual import lpips_weights
 from ..reproduce import NAMES, SCALES, Outcome, Session, run
-from ..reproduce.cells import key
+from ..reproduce.cells import AttackCell, key
 from ..reproduce.pages import PLOTS, plot_names, plots_of, render_table
 from ..reproduce.pages import render as make_page
 from ..reproduce.scales import Scale
@@ -95,6 +97,8 @@ def _command(name: str) -> None:
             out.print("the same command goes on where this one stopped")
         if count["untrained"]:
             out.print("missing trainings are run here with --train, or alone by the commands above")
+        if any(o.status == "done" and isinstance(o.cell, AttackCell) for o in outcomes):
+            _say_if_lpips_is_missing()
         if not dry:
             switched = [f"{word}-{value}" for word, value in session.scale.switches.items()]
             page = RUNS / ("-".join([name, scale, *switched]) + ".md")
@@ -160,6 +164,13 @@ def _tell(outcome: Outcome, done: int, total: int) -> None:
     if outcome.note:
         line += f"  [dim]{escape(outcome.note)}[/]"
     (err if outcome.status == "failed" else out).print(line, highlight=False, soft_wrap=True)
+
+
+def _say_if_lpips_is_missing() -> None:
+    try:
+        lpips_weights()
+    except ConfigError as error:
+        out.print(f"the LPIPS columns are empty: {error}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _list(outcome: Outcome, done: int, total: int) -> None:
