@@ -492,6 +492,19 @@ def test_the_papers_tables_show_beside_each_line_what_knowing_the_defense_adds(t
     assert [rows[defense][told] for defense in ("none", "dgp")] == [" – ", " **0.900** "]
 
 
+def test_the_page_opens_with_what_each_attack_finds_told_the_defense_or_not(tmp_path: Path) -> None:
+    for attack, ssim, identified in (("ig", 0.2, 0.25), ("ig+mask", 0.9, 0.75)):
+        result = fake(cell := FULL.attack(attack, "dgp"), ssim, 0.5)
+        result["scores"]["identified"] = [float(i < 4 * identified) for i in range(4)]
+        result["floor"] = {"grey": {"ssim": 0.1, "identified": 0.0}, "mean": {"ssim": 0.23, "identified": 0.12}}
+        store.write(store.path_of(tmp_path, "full", cell), result)
+    short = pages.render(tmp_path).partition("## In short")[2].partition("##")[0]
+    assert "| dgp | 0.20, **0.90**, 75 % | – | – | – | – |" in short
+    assert "| topk | – | – | – | – | – |" in short
+    assert "blind guesses reach 0.23" in short
+    assert "(blind: 12)" in short.replace("\n", " ")
+
+
 def test_every_note_stands_under_a_heading_that_there_is() -> None:
     headings = {entry.part for entry in entries("all", FULL)}
     assert {*pages.notes("table"), *pages.notes("recorded")} <= headings
@@ -570,7 +583,7 @@ def test_the_page_sets_the_paper_beside_ours_and_says_why_they_differ(tmp_path: 
         store.write(store.path_of(tmp_path, "full", replace(dgp, seed=seed)), fake(dgp, 0.09, lpips, seed))
     none = FULL.attack("rob", "none")
     store.write(store.path_of(tmp_path, "full", none), fake(none, 1.0, 0.0))
-    text = pages.render(tmp_path)
+    text = pages.render(tmp_path).partition("### IG on ResNet18")[2]
     line = next(row for row in text.splitlines() if row.startswith("| dgp |"))
     assert "0.316 ± 0.006" in line
     assert "0.316 |" in line

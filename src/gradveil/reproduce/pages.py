@@ -17,6 +17,7 @@ from .cells import AttackCell, key
 from .columns import Found, columns_for, paper_only
 from .entry import Entry
 from .figures import deviations, figures_of, results_of, shown, summarise, told_figures
+from .glance import glance
 from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
 from .tables import DISTANCE, FEEDBACK, TABLES, entries
@@ -70,7 +71,9 @@ def render(folder: Path) -> str:
             parts.append("".join(f"- [{title}](#{_anchor(title)})\n" for title in found))
         parts += [_part(page, title, part) for title, part in found.items()]
     parts.append(_other_copies(folder))
-    return "\n".join([_prose("results_head.md").format(contents=table(contents)), *parts])
+    rows, blind, picked = glance(folder, "full")
+    short = {"glance": table(rows), "blind": f"{blind:.2f}", "picked": f"{picked:.0f}"}
+    return "\n".join([_prose("results_head.md").format(contents=table(contents), **short), *parts])
 
 
 @cache
