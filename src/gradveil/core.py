@@ -49,6 +49,7 @@ class Step:
     batch: Batch | None = None
     mask: Masks | None = None  # the common positions of an aligned round
     num_examples: int | None = None  # how many examples this gradient is the mean of
+    largest: Tensors | None = None  # of each tensor, the RMS of what the largest example holds in that mean, if known
 
     def require_model(self, who: str) -> nn.Module:
         """Return the model or say who needs it."""
@@ -99,6 +100,11 @@ class Defense(ABC, Named):
     @property
     def noisy(self) -> bool:
         """Whether noise is added that error feedback would send back next round."""
+        return False
+
+    @property
+    def weighs_examples(self) -> bool:
+        """Whether `apply` makes use of `Step.largest`, which costs the client one more gradient."""
         return False
 
     def init(self, params: Grads) -> State:

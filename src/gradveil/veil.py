@@ -15,7 +15,7 @@ from . import tree, wire
 from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
 from .errors import GradientError, GuardError, NeedError, StateError
 from .files import write_tensors
-from .gradients import gradient, parameters, per_example_gradient
+from .gradients import gradient, largest_shares, parameters, per_example_gradient
 from .guard import Guard, Seen
 from .secret import SecretGenerator, system_seed
 
@@ -92,7 +92,8 @@ class Veil:
             batch = self.prepare(model, batch)
             compute = per_example_gradient if "per_example" in self.defense.needs else gradient
             grads = compute(model, loss_fn, batch)
-            return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask)
+            largest = largest_shares(model, loss_fn, batch) if self.defense.weighs_examples else None
+            return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask, largest=largest)
         except BaseException:  # Ctrl-C in a notebook too
             self._seen = before  # the same model may come again for another batch
             raise
@@ -119,12 +120,16 @@ class Veil:
         model: nn.Module | None = None,
         batch: Batch | None = None,
         mask: Masks | None = None,
+        largest: Tensors | None = None,
     ) -> Payload:
-        """Return the protected gradient as bytes. If anything is wrong an error is raised and no state changes."""
+        """Return the protected gradient as bytes. If anything is wrong an error is raised and no state changes.
+
+        `largest` are the `gradients.largest_shares` of this gradient, for defenses that weigh examples.
+        """
         if num_examples < 1:
             raise ValueError(f"num_examples must be at least 1, got {num_examples}")
         self._check(grads)
-        held, step = self._state, self._step(model, batch, mask, num_examples)
+        held, step = self._state, self._step(model, batch, mask, num_examples, largest)
         started = time.perf_counter()
         sent, state = self.defense.apply(grads, held, step)
         if {n: g.shape for n, g in sent.items()} != {n: g.shape for n, g in self._like.items()}:
@@ -210,10 +215,15 @@ class Veil:
         self.load_state_dict(saved)
 
     def _step(
-        self, model: nn.Module | None, batch: Batch | None, mask: Masks | None, num_examples: int | None = None
+        self,
+        model: nn.Module | None,
+        batch: Batch | None,
+        mask: Masks | None,
+        num_examples: int | None = None,
+        largest: Tensors | None = None,
     ) -> Step:
         device = next((t.device.type for t in self._like.values()), "cpu")
-        return Step(self._rng(device=device), self.round, model, batch, mask, num_examples)
+        return Step(self._rng(device=device), self.round, model, batch, mask, num_examples, largest)
 
     def _rng(self, purpose: str = "", device: str = "cpu") -> torch.Generator:
         # A process that was forked off must not add the same noise to another gradient.

@@ -3,7 +3,7 @@
 Which file is what:
 
 - attacks: `analytic`, `lowrank`, `rgap` solve equations; `matching`, `generative`, `rounds`, `joint` search; `imprint`,
-  `spotlight`, `traps` plant; `blind` is the floor
+  `spotlight`, `traps`, `fishing` plant; `blind` is the floor
 - what an attacker finds out about an upload: `imitation`, `adaptive`, `bypass`, `received`, `pruning`, `averaging`;
   `labels` and `label_search`
 - what a search is made of: `matching_cost` over `objectives` (`fused` on a GPU), `simulate` with `layers` and
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from ..core import Attack, Knowledge, ThreatModel
 from .analytic import LinearReadout
 from .blind import Blind
+from .fishing import Fishing
 from .generative import GGL
 from .imprint import Imprint
 from .joint import Joint
@@ -59,6 +60,7 @@ CLASSES: tuple[type[Attack], ...] = (
     GGL,
     Spotlight,
     OwnSpotlight,
+    Fishing,
 )
 PRESETS: dict[str, Callable[..., Attack]] = {
     "inverting_gradients": inverting_gradients,
@@ -79,6 +81,7 @@ __all__ = [
     "RGAP",
     "Blind",
     "Chained",
+    "Fishing",
     "GradientMatching",
     "Imprint",
     "Joint",

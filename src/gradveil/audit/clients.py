@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from .. import tree
 from ..capture import full_precision
-from ..core import Attack, Batch, Grads, Masks, Observation, Payload, ThreatModel
+from ..core import Attack, Batch, Grads, Masks, Observation, Payload, Tensors, ThreatModel
 from ..errors import NeedError
 from ..gate import observe
-from ..gradients import gradient, parameters, per_example_gradient
+from ..gradients import gradient, largest_shares, parameters, per_example_gradient
 from ..guard import Guard, fingerprint
 from ..training.job import own_randomness
 from ..veil import Veil, derive_rng
@@ -53,6 +53,7 @@ class _Work(NamedTuple):
     batch: Batch  # as the defense changed it
     grads: Grads
     shown: Grads  # what the defense takes: the gradient, or one per example
+    largest: Tensors | None = None  # shares of the largest example, for a defense that weighs them
 
 
 def threat(column: Column, subject: Subject) -> ThreatModel:
@@ -203,14 +204,17 @@ class _Client:
                 each = per_example_gradient(model, self.subject.loss_fn, batch)
                 return _Work(model, batch, tree.tmap(lambda g: g.mean(0), each), each)
             grads = gradient(model, self.subject.loss_fn, batch)
-        return _Work(model, batch, grads, grads)
+            weighs = self.defense.weighs_examples
+            largest = largest_shares(model, self.subject.loss_fn, batch) if weighs else None
+        return _Work(model, batch, grads, grads, largest)
 
     def _seal(self, veil: Veil, work: _Work) -> tuple[Payload, Masks | None]:
         mask = self._common_mask(veil.round) if "mask" in self.defense.needs else None
         count = len(work.batch.labels)
         runs_model = "model" in self.defense.needs
         with self._randomness(veil.round, "defense") if runs_model else nullcontext():
-            return veil.seal(work.shown, count, model=work.model, batch=work.batch, mask=mask), mask
+            sealed = veil.seal(work.shown, count, model=work.model, batch=work.batch, mask=mask, largest=work.largest)
+        return sealed, mask
 
     def _observe(self, payload: Payload, batch: Batch, mask: Masks | None) -> Observation:
         public, data = self.subject.public, self.subject.victims

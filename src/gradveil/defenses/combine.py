@@ -107,6 +107,10 @@ class Chain(Defense):
     def noisy(self) -> bool:
         return any(part.noisy for part in self.parts)
 
+    @property
+    def weighs_examples(self) -> bool:
+        return any(part.weighs_examples for part in self.parts)
+
     def init(self, params: Grads) -> State:
         return {k: v for i, part in enumerate(self.parts) for k, v in tree.under(str(i), part.init(params)).items()}
 

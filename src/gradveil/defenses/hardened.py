@@ -22,6 +22,9 @@ from ..gradients import rows_see_inputs
 from ..theory import HIGHEST, LOWEST, PER_OCTAVE
 from .noise import normal_like
 
+# What the state holds of each tensor: the least size of the next noise, that of what waits to be sent, the largest
+# share of a single example in it, and the size of what was sent last.
+_SIZES = ("size", "waiting", "single", "last")
 # The best levels for a normal variable of unit variance (Lloyd and Max), positive half, and the error they leave.
 _LEVELS = {1: (0.7979,), 2: (0.4528, 1.5104), 3: (0.2451, 0.7560, 1.3439, 2.1520)}
 _ERROR = {0: 0.0, 1: 0.3634, 2: 0.1175, 3: 0.0345}
@@ -64,21 +67,21 @@ class Hardened(Defense):
     bits: int = 2
     memory: float = 1.0
     nats: float = 1364.0
+    balance: float = 0.25
 
     def __post_init__(self) -> None:
         check.positive(nats=self.nats, **({} if self.noise is None else {"noise": self.noise}))
         check.at_least(1, examples=self.examples)
-        check.fraction(memory=self.memory)
+        check.fraction(memory=self.memory, balance=self.balance)
         if self.bits not in _ERROR:
             raise ValueError(f"bits must be 0, 1, 2 or 3, got {self.bits}")
 
     def init(self, params: Grads) -> State:
-        # Of each tensor: the least size of the next noise, the RMS of what waits to be sent, and of what was sent last.
         device = next((p.device for p in params.values()), None)
         sizes = tree.tmap(lambda p: torch.zeros(1, device=p.device), params)
         return {
             **tree.under("residual", tree.zeros_like(params)),
-            **{name: size for part in ("size", "waiting", "last") for name, size in tree.under(part, sizes).items()},
+            **{name: size for part in _SIZES for name, size in tree.under(part, sizes).items()},
             "mixed": torch.zeros((), dtype=torch.int64, device=device),  # examples since the last upload
         }
 
@@ -90,11 +93,15 @@ class Hardened(Defense):
         mixed = state["mixed"] + count
         # Sizes add up: the extent of a sum of gradients cannot exceed the sum of theirs.
         waiting = {n: w + extent(grads[n][None])[0] for n, w in tree.only("waiting", state).items()}
+        single = {n: torch.maximum(s, self._largest(n, grads[n], step)) for n, s in tree.only("single", state).items()}
         if int(mixed) < self.examples:
+            sizes = {**tree.under("waiting", waiting), **tree.under("single", single)}
             held = tree.under("residual", tree.add(residual, grads))
-            return tree.zeros_like(grads), {**state, **held, **tree.under("waiting", waiting), "mixed": mixed}
+            return tree.zeros_like(grads), {**state, **held, **sizes, "mixed": mixed}
         noise = self.strength(sum(g.numel() for g in grads.values()))
-        used = {n: torch.maximum(size[n], waiting[n]) for n in grads}
+        apart = math.sqrt(self.balance * self.examples)
+        covered = {n: torch.maximum(waiting[n], apart * single[n]) for n in grads}
+        used = {n: torch.maximum(size[n], covered[n]) for n in grads}
         sent, held = {}, {}
         for name, g in grads.items():
             flat = [t.reshape(1, -1) for t in (g, residual[name], normal_like(g, step.rng))]
@@ -104,9 +111,20 @@ class Hardened(Defense):
             **tree.under("residual", held),
             **tree.under("size", tree.tmap(lambda s: FASTEST_FALL * s, used)),
             **tree.under("waiting", tree.zeros_like(waiting)),
-            **tree.under("last", waiting),
+            **tree.under("single", tree.zeros_like(single)),
+            **tree.under("last", covered),
             "mixed": torch.zeros_like(mixed),
         }
+
+    @property
+    def weighs_examples(self) -> bool:
+        return self.balance > 0 and self.examples > 1
+
+    def _largest(self, name: str, grads: Tensor, step: Step) -> Tensor:
+        """Return the RMS of the largest share of one example in a tensor, or 0 where that is not known."""
+        if step.largest is not None:
+            return step.largest[name]
+        return rms(grads.flatten()) if step.num_examples == 1 else torch.zeros((), device=grads.device)
 
     def strength(self, entries: int) -> float:
         """Return the noise, in units of the RMS, for a gradient of so many entries in all its tensors."""
