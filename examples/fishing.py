@@ -1,6 +1,6 @@
 """What a server gets out of a batch of 32 by editing one row of the classifier, which the guard does not see.
 
-    python examples/fishing.py [model] [seeds]
+    python examples/fishing.py [model] [seeds] [release ...]
 
 CIFAR-10, fresh models, labels known, uploads of 32 among which one picture is of the class that is fished (`fishing`,
 which searches the generator). For each release: how often that picture is the reconstruction's nearest of 100, beside
@@ -8,6 +8,7 @@ what the label alone paints; how many of the models the guard refuses; and the s
 all layers before the classifier. Writes results/guard/fishing-MODEL.json.
 """
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,11 +89,12 @@ def _share(model: nn.Module, batch: Batch, label: int) -> float:
 def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "cnn6"
     seeds = int(sys.argv[2]) if len(sys.argv) > 2 else 3
+    releases = tuple(sys.argv[3:]) or RELEASES
     torch.set_num_threads(1)
     data, line_up = load("cifar10", split="test"), load("cifar10").pixels(range(LINE_UP - 1))
     cases = [Case(data, name, seed) for seed in range(seeds)]
     found: dict[str, Any] = {
-        "command": f"python examples/fishing.py {name} {seeds}",
+        "command": shlex.join(["python", "examples/fishing.py", *sys.argv[1:]]),
         "environment": record.environment(),
         "model": name,
         "attack": to_text(cases[0].attack),
@@ -102,7 +104,7 @@ def main() -> None:
         "identified": {},
     }
     print(f"{name}: {found['refused']} of {seeds} models refused, mean share {found['share']:.3f}", flush=True)
-    tries = [("the label alone", "none"), *((text, text) for text in RELEASES)]
+    tries = [("the label alone", "none"), *((text, text) for text in releases)]
     for line, text in tries:
         attacks = [case.attack if line == text else case.attack.blind() for case in cases]
         defense = built(DEFENSES, text, "defense")
