@@ -362,10 +362,27 @@ def test_the_fast_engine_says_what_it_cannot_run() -> None:
     counting = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.Flatten(), nn.Linear(144, 10))
     with pytest.raises(ConfigError, match="counts its batches"):
         trainer_for(assemble(replace(TINY, engine="fast"), model=counting))
-    for changes in ({"participants": 2}, {"defense": "dp_noise"}):
+    for changes in ({"participants": 2}, {"defense": "dp_noise"}, {"defense": "hardened", "weigh_examples": True}):
         with pytest.raises(ConfigError, match="set engine to reference"):
             trainer_for(assemble(replace(TINY, engine="fast", **changes)))
     assert isinstance(trainer_for(assemble(TINY)), Trainer)
+
+
+def test_a_run_that_weighs_examples_sends_what_a_client_would(digits: data.Dataset) -> None:
+    settings = replace(TINY, defense="hardened(examples=32, balance=1)", weigh_examples=True)
+    trainer = Trainer(assemble(settings, train=digits))
+    veil = Veil(trainer.job.defense, parameters(trainer.model), seed=settings.seed, client="0", guard=None)
+    sent = veil.protect(trainer.model, nn.functional.cross_entropy, trainer.job.feed.batch(0, 0))
+    assert trainer._upload(0, trainer._work(0, 0.1), None).payload.body == sent.body
+    loose = Trainer(assemble(replace(settings, weigh_examples=False), train=digits))
+    assert loose._upload(0, loose._work(0, 0.1), None).payload.body != sent.body
+
+
+def test_weighing_examples_is_refused_where_it_would_do_nothing() -> None:
+    with pytest.raises(ConfigError, match="changes nothing under"):
+        assemble(replace(TINY, weigh_examples=True))
+    with pytest.raises(ValueError, match="single gradients, which fedavg has not"):
+        Settings(algorithm="fedavg", weigh_examples=True)
 
 
 @pytest.mark.parametrize("first", [Trainer, FastTrainer])

@@ -37,6 +37,8 @@ def unsupported(job: Job) -> str | None:
         return "BatchNorm without momentum counts its batches"
     if settings.invited != settings.users:
         return "all users must take part (participants 0)"
+    if settings.weigh_examples:
+        return "weigh_examples takes per-example gradients"
     if "per_example" in job.defense.needs:
         return f"{job.defense.key()} takes per-example gradients"
     return None

@@ -94,6 +94,8 @@ def assemble(
         defense = build(DEFENSES, settings.defense, "defense").fitted(train.mean, train.std)
     if settings.algorithm == "fedavg" and "per_example" in defense.needs:
         raise ConfigError(f"{defense.key()} takes per-example gradients, which fedavg has not: use fedsgd")
+    if settings.weigh_examples and not defense.weighs_examples:
+        raise ConfigError(f"weigh_examples changes nothing under {defense.key()}, whose noise follows no one example")
     with own_randomness(settings.seed, torch.device("cpu")):
         if model is None:
             model = models.build(

@@ -16,7 +16,7 @@ from torch import Tensor
 from .. import tree
 from ..core import Batch, Grads, Masks, Payload, Tensors
 from ..errors import StateError
-from ..gradients import gradient, local_update, parameters, per_example_gradient
+from ..gradients import gradient, largest_shares, local_update, parameters, per_example_gradient
 from ..veil import Veil, derive_rng, unseal
 from . import statistics
 from .checkpoint import Checkpoint, load_checkpoint, require_same, save_checkpoint
@@ -32,6 +32,7 @@ class Work(NamedTuple):
     batch: Batch
     loss: float
     buffers: Tensors
+    largest: Tensors | None = None  # shares of the largest example, if the run weighs them
 
 
 class Upload(NamedTuple):
@@ -134,8 +135,10 @@ class Trainer:
         with own_randomness(seed, self.job.device):
             grads, loss = self._compute(whole, [len(batch.labels) for batch in batches], lr)
         buffers = statistics.snapshot(self.model)
+        weighs = self.job.settings.weigh_examples and self.job.defense.weighs_examples
+        largest = largest_shares(self.model, self.job.loss_fn, whole) if weighs else None
         statistics.restore(self.model, common)
-        return Work(grads, whole, loss, buffers)
+        return Work(grads, whole, loss, buffers, largest)
 
     def _compute(self, whole: Batch, sizes: Sequence[int], lr: float) -> tuple[Grads, float]:
         losses: list[Tensor] = []
@@ -158,7 +161,8 @@ class Trainer:
 
     def _upload(self, user: int, work: Work, mask: Masks | None) -> Upload:
         veil, common = self.veils[user], statistics.snapshot(self.model)
-        payload = veil.seal(work.grads, len(work.batch.labels), model=self.model, batch=work.batch, mask=mask)
+        count, batch, largest = len(work.batch.labels), work.batch, work.largest
+        payload = veil.seal(work.grads, count, model=self.model, batch=batch, mask=mask, largest=largest)
         statistics.restore(self.model, common)  # a defense that runs the model must not move its statistics
         veil.acknowledge(payload)
         return Upload(user, work, payload, unseal(payload, like=parameters(self.model), within=mask))

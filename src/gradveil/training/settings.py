@@ -32,6 +32,11 @@ class Settings:
     epochs: int = option(100, "Passes over the training set by all users together.")
     rounds: int = option(0, "Stop after this many rounds instead; 0: as the epochs say.")
     lr: str = option("paper", "Learning rate, such as '0.1, 50:0.01' (0.01 from epoch 50), or the paper's.")
+    weigh_examples: bool = option(
+        False,
+        "Let the noise of hardened follow the largest share of one example, as Veil.protect does (reference engine, "
+        "fedsgd only; every user computes its gradients twice, the second time one by one).",
+    )
     momentum: float = option(0.9, "Momentum of the server, on the average of what arrived.")
     weight_decay: float = option(0.0, "Weight decay of the server (fedsgd only).")
     augment: str = option("auto", "none, crop, or crop_flip; auto: crop_flip, but none for digits.")
@@ -72,6 +77,8 @@ class Settings:
             raise ValueError(f"participants must be at most users, got {self.participants} of {self.users}")
         if self.algorithm == "fedsgd" and self.local_steps != 1:
             raise ValueError(f"local_steps is {self.local_steps}, but fedsgd takes one: set algorithm to fedavg")
+        if self.algorithm == "fedavg" and self.weigh_examples:
+            raise ValueError("weigh_examples looks at single gradients, which fedavg has not: set algorithm to fedsgd")
         if self.algorithm == "fedavg" and self.weight_decay:
             raise ValueError("weight_decay acts on the server's gradient: with fedavg set it to 0")
         self.schedule()
