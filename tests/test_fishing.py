@@ -194,6 +194,37 @@ def test_largest_shares_hold_the_statistics_of_the_batch(monkeypatch: pytest.Mon
     assert tree_of == pytest.approx({n: float(v) for n, v in found.items()}, rel=1e-3)
 
 
+class Looks(nn.Module):
+    """Looks at a value, which cannot be vectorised; if `whole`, at a batch of one it refuses to look."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.body, self.whole = nn.Linear(math.prod(SHAPE), 10), whole
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(x.flatten(1))
+        if self.whole and len(x) == 1:
+            raise ValueError("a batch of one")
+        return out if out.sum().item() > 0 else out * 1.0
+
+
+def test_a_model_that_cannot_be_vectorised_is_looked_at_one_by_one() -> None:
+    model, batch = Looks(whole=False), crowd(4)
+    plain = nn.Sequential(nn.Flatten(), model.body)
+    found, expected = (largest_shares(m, cross_entropy, batch) for m in (model, plain))
+    assert [float(v) for v in found.values()] == pytest.approx([float(v) for v in expected.values()])
+
+
+def test_a_model_that_needs_whole_batches_says_what_to_do_and_sends_nothing() -> None:
+    model, batch = Looks(whole=True), crowd(32)
+    veil = Veil(Hardened(), parameters(model), seed=0, guard=None)
+    with pytest.raises(NeedError, match=r"a batch of one.*hardened\(balance=0\)"):
+        veil.protect(model, cross_entropy, batch)
+    assert veil.round == 0
+    loose = Veil(Hardened(balance=0), parameters(model), seed=0, guard=None)
+    assert any(bool(t.any()) for t in unseal(loose.protect(model, cross_entropy, batch)).values())
+
+
 def test_who_weighs_examples_says_so() -> None:
     assert Hardened().weighs_examples
     assert Chain(Hardened(), GaussianNoise(0.1)).weighs_examples

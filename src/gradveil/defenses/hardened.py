@@ -51,12 +51,15 @@ class Hardened(Defense):
     falls by at most 1 %. Without it the values of one upload carry at most `nats` about the batch, and a small model
     gets noise `LEAST_NOISE`. `bits` is what one entry costs on the wire: 1 to 3, or 0 for unrounded floats. `memory` is
     the share of the noise that is taken back later; 1 costs training least, less than 0.99 bounds what any number of
-    later rounds can add about one batch.
+    later rounds can add about one batch. `balance` is for servers that edit the model until one example outweighs the
+    others: where the client knows the largest share of one example (`Veil.protect`), the noise is at least what
+    `balance * examples` equal examples would get; 0 leaves that out.
 
     Guarantees: one upload carries at most `theory.release_information(n, noise, tensors)` nats about all its examples
-    together. The residual stays within a few multiples of the noise. Does not guarantee differential privacy: single
-    examples are not clipped and the scale of the noise follows the data; and whoever holds candidate pictures can
-    still test whether one of them was used. docs/hardened.md has the attacks it was measured against.
+    together, and at most `theory.example_information` about each where shares are known. The residual stays within a
+    few multiples of the noise. Does not guarantee differential privacy: single examples are not clipped and the scale
+    of the noise follows the data; and whoever holds candidate pictures can still test whether one of them was used.
+    docs/hardened.md has the attacks it was measured against.
 
     >>> [round(Hardened().strength(n), 1) for n in (15_826, 11_173_962)]  # LeNet, ResNet18
     [16.0, 64.0]
