@@ -24,9 +24,10 @@ from gradveil.data import Dataset, load, to_pixels
 from gradveil.defenses import DEFENSES
 from gradveil.gate import observe
 from gradveil.generator import load_generator
-from gradveil.gradients import gradient, largest_shares, parameters
+from gradveil.gradients import gradient, parameters
 from gradveil.guard import Guard
 from gradveil.models import build
+from gradveil.shares import gradient_and_shares
 from gradveil.spec import build as built
 from gradveil.spec import to_text
 from gradveil.veil import derive_rng
@@ -80,7 +81,7 @@ def _with_one(data: Dataset, label: int, rng: torch.Generator) -> Batch:
 def _share(model: nn.Module, batch: Batch, label: int) -> float:
     """Return the squared length of one picture's share before the classifier over that of the whole gradient there."""
     one, whole = batch.labels == label, gradient(model, cross_entropy, batch)
-    alone = largest_shares(model, cross_entropy, Batch(batch.inputs[one], batch.labels[one]))
+    _, alone = gradient_and_shares(model, cross_entropy, Batch(batch.inputs[one], batch.labels[one]))
     names = [name for name in whole if not name.startswith("classifier")]
     own = sum(whole[name].numel() * float(alone[name] / BATCH) ** 2 for name in names)
     return own / sum(float(whole[name].square().sum()) for name in names)

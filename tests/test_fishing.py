@@ -12,7 +12,7 @@ from gradveil import Batch, Hardened, Veil, theory, tree, unseal
 from gradveil.attacks import Fishing, eased_matching
 from gradveil.defenses import Chain, GaussianNoise
 from gradveil.errors import NeedError
-from gradveil.gradients import gradient, largest_shares, parameters, per_example_gradient
+from gradveil.gradients import parameters, per_example_gradient
 from gradveil.guard import Guard
 from gradveil.models import build
 
@@ -46,7 +46,7 @@ def shares(model: nn.Module, batch: Batch) -> Tensor:
     return squares / squares.sum()
 
 
-@pytest.mark.parametrize("name", ["lenet", "cnn6", "mlp", "vgg11"])
+@pytest.mark.parametrize("name", ["lenet", "cnn6", "mlp", "vgg11", "resnet18"])
 def test_one_class_alone_answers_and_only_one_row_changed(name: str) -> None:
     own, batch = kit.model(name), crowd()
     planted = fishing().plant(own, SHAPE, rng())
@@ -167,62 +167,6 @@ def test_an_example_alone_in_its_batch_weighs_what_its_gradient_does() -> None:
     for _ in range(3):
         veil.seal(tree.zeros_like(g), 1)
     assert float(unseal(veil.seal(g, 1))["w"].std()) == pytest.approx(16.0, rel=0.05)
-
-
-def test_largest_shares_are_those_of_a_loop() -> None:
-    model, batch = kit.model("cnn6"), crowd(5)
-    found = largest_shares(model, cross_entropy, batch)
-    singles = [gradient(model, cross_entropy, Batch(x[None], y[None])) for x, y in zip(*batch, strict=True)]
-    for name, value in found.items():
-        most = max(float(one[name].square().mean().sqrt()) for one in singles) / 5
-        assert float(value) == pytest.approx(most, rel=1e-4), name
-
-
-def test_largest_shares_hold_the_statistics_of_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In training mode an example is looked at as the batch normalises it; the model itself keeps what it had."""
-    model, batch = kit.model("vgg11").train(), crowd(4)
-    before = {name: b.clone() for name, b in model.named_buffers()}
-    found = largest_shares(model, cross_entropy, batch)
-    assert all(torch.equal(before[name], b) for name, b in model.named_buffers())
-    assert model.training
-    assert all(m.momentum == 0.1 for m in model.modules() if isinstance(m, nn.BatchNorm2d))
-    assert all(bool(torch.isfinite(v)) for v in found.values())
-    frozen = largest_shares(kit.model("vgg11"), cross_entropy, batch)
-    assert any(abs(float(found[n]) - float(frozen[n])) > 1e-6 for n in found)
-    monkeypatch.setattr("gradveil.gradients.AT_ONCE", 1)  # one example at a time gives the same
-    tree_of = {n: float(v) for n, v in largest_shares(model, cross_entropy, batch).items()}
-    assert tree_of == pytest.approx({n: float(v) for n, v in found.items()}, rel=1e-3)
-
-
-class Looks(nn.Module):
-    """Looks at a value, which cannot be vectorised; if `whole`, at a batch of one it refuses to look."""
-
-    def __init__(self, whole: bool) -> None:
-        super().__init__()
-        self.body, self.whole = nn.Linear(math.prod(SHAPE), 10), whole
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(x.flatten(1))
-        if self.whole and len(x) == 1:
-            raise ValueError("a batch of one")
-        return out if out.sum().item() > 0 else out * 1.0
-
-
-def test_a_model_that_cannot_be_vectorised_is_looked_at_one_by_one() -> None:
-    model, batch = Looks(whole=False), crowd(4)
-    plain = nn.Sequential(nn.Flatten(), model.body)
-    found, expected = (largest_shares(m, cross_entropy, batch) for m in (model, plain))
-    assert [float(v) for v in found.values()] == pytest.approx([float(v) for v in expected.values()])
-
-
-def test_a_model_that_needs_whole_batches_says_what_to_do_and_sends_nothing() -> None:
-    model, batch = Looks(whole=True), crowd(32)
-    veil = Veil(Hardened(), parameters(model), seed=0, guard=None)
-    with pytest.raises(NeedError, match=r"a batch of one.*hardened\(balance=0\)"):
-        veil.protect(model, cross_entropy, batch)
-    assert veil.round == 0
-    loose = Veil(Hardened(balance=0), parameters(model), seed=0, guard=None)
-    assert any(bool(t.any()) for t in unseal(loose.protect(model, cross_entropy, batch)).values())
 
 
 def test_who_weighs_examples_says_so() -> None:

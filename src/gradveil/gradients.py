@@ -1,18 +1,14 @@
 """What a client computes from its batch: a gradient, per-example gradients, or the update of several local steps."""
 
-import copy
 import math
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from .core import Batch, Grads, LossFn, Tensors
-from .errors import NeedError
+from .core import Batch, Grads, LossFn
 
-AT_ONCE = 64 * 2**20  # numbers in the gradients of single examples that are held together
 WHOLE_PICTURE = 64  # kernel pixels from which a convolution measures a picture rather than an edge
 
 
@@ -73,54 +69,6 @@ def per_example_gradient(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Gra
 
     out: Grads = vmap(grad(loss_of), in_dims=(None, 0, 0), randomness="different")(params, batch.inputs, batch.labels)
     return {name: g.detach() for name, g in out.items()}
-
-
-def largest_shares(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Tensors:
-    """Return, of each tensor, the RMS of the largest share that one example has in the gradient of the mean loss.
-
-    Where BatchNorm mixes examples, each is looked at with the statistics of the batch held fixed; where layers draw at
-    random (dropout), with draws of its own.
-
-    >>> model = nn.Linear(2, 1, bias=False)
-    >>> largest_shares(model, lambda out, _: out.mean(), Batch(torch.tensor([[1.0, 1.0], [6.0, 8.0]]), torch.zeros(2)))
-    {'weight': tensor(3.5355)}
-    """
-    model = _with_fixed_statistics(model, batch)
-    at_once = max(AT_ONCE // max(sum(p.numel() for p in parameters(model).values()), 1), 1)
-    found: Tensors = {}
-    for inputs, labels in zip(batch.inputs.split(at_once), batch.labels.split(at_once), strict=True):
-        for name, each in _singles(model, loss_fn, Batch(inputs, labels)).items():
-            rows = each.flatten(1) if each.ndim > 1 else each[:, None]
-            most = torch.linalg.vector_norm(rows.float(), dim=1).amax() / math.sqrt(max(rows.shape[1], 1))
-            found[name] = torch.maximum(most, found.get(name, most))
-    return {name: most / len(batch.labels) for name, most in found.items()}
-
-
-def _singles(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Grads:
-    """Return `[N, *shape]` gradients, one after the other where a model cannot be vectorised."""
-    with suppress(Exception):  # no rule for an operation, or a look at a value: what else is wrong shows below
-        return per_example_gradient(model, loss_fn, batch)
-    try:
-        ones = [gradient(model, loss_fn, Batch(x[None], y[None])) for x, y in zip(*batch, strict=True)]
-    except Exception as error:
-        raise NeedError(
-            f"the gradients of single examples cannot be computed ({error!r}): the model or its loss needs "
-            "whole batches. hardened(balance=0) does without, and bounds what a batch gives away, not one example of it"
-        ) from error
-    return {name: torch.stack([one[name] for one in ones]) for name in ones[0]}
-
-
-def _with_fixed_statistics(model: nn.Module, batch: Batch) -> nn.Module:
-    """Return the model, or a copy whose BatchNorm layers hold the statistics of this batch if they would take them."""
-    if not any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
-        return model
-    fixed = copy.deepcopy(model)
-    with torch.no_grad():
-        for module in fixed.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.momentum = 1.0  # what they remember is then the last batch
-        fixed(batch.inputs)
-    return fixed.eval()
 
 
 def local_update(model: nn.Module, loss_fn: LossFn, batches: Sequence[Batch], lr: float) -> Grads:

@@ -15,9 +15,10 @@ from . import tree, wire
 from .core import Batch, Defense, Grads, Health, LossFn, Masks, Payload, State, Step, Tensors
 from .errors import GradientError, GuardError, NeedError, StateError
 from .files import write_tensors
-from .gradients import gradient, largest_shares, parameters, per_example_gradient
+from .gradients import gradient, parameters, per_example_gradient
 from .guard import Guard, Seen
 from .secret import SecretGenerator, system_seed
+from .shares import gradient_and_shares
 
 DEFAULT_GUARD = Guard()
 OPEN_UPLOADS = 16  # how many sealed payloads can still be taken back
@@ -90,9 +91,13 @@ class Veil:
         self.admit(model, tuple(batch.inputs.shape[1:]))
         try:
             batch = self.prepare(model, batch)
-            compute = per_example_gradient if "per_example" in self.defense.needs else gradient
-            grads = compute(model, loss_fn, batch)
-            largest = largest_shares(model, loss_fn, batch) if self.defense.weighs_examples else None
+            largest = None
+            if "per_example" in self.defense.needs:
+                grads = per_example_gradient(model, loss_fn, batch)
+            elif self.defense.weighs_examples:
+                grads, largest = gradient_and_shares(model, loss_fn, batch)
+            else:
+                grads = gradient(model, loss_fn, batch)
             return self.seal(grads, len(batch.labels), model=model, batch=batch, mask=mask, largest=largest)
         except BaseException:  # Ctrl-C in a notebook too
             self._seen = before  # the same model may come again for another batch
@@ -124,7 +129,7 @@ class Veil:
     ) -> Payload:
         """Return the protected gradient as bytes. If anything is wrong an error is raised and no state changes.
 
-        `largest` are the `gradients.largest_shares` of this gradient, for defenses that weigh examples.
+        `largest` are those of `shares.gradient_and_shares`, for defenses that weigh examples.
         """
         if num_examples < 1:
             raise ValueError(f"num_examples must be at least 1, got {num_examples}")

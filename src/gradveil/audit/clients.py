@@ -17,8 +17,9 @@ from ..capture import full_precision
 from ..core import Attack, Batch, Grads, Masks, Observation, Payload, Tensors, ThreatModel
 from ..errors import NeedError
 from ..gate import observe
-from ..gradients import gradient, largest_shares, parameters, per_example_gradient
+from ..gradients import gradient, parameters, per_example_gradient
 from ..guard import Guard, fingerprint
+from ..shares import gradient_and_shares
 from ..training.job import own_randomness
 from ..veil import Veil, derive_rng
 from ..wire import SizeReport, size_report
@@ -203,10 +204,11 @@ class _Client:
             if "per_example" in self.defense.needs:
                 each = per_example_gradient(model, self.subject.loss_fn, batch)
                 return _Work(model, batch, tree.tmap(lambda g: g.mean(0), each), each)
+            if self.defense.weighs_examples:
+                grads, largest = gradient_and_shares(model, self.subject.loss_fn, batch)
+                return _Work(model, batch, grads, grads, largest)
             grads = gradient(model, self.subject.loss_fn, batch)
-            weighs = self.defense.weighs_examples
-            largest = largest_shares(model, self.subject.loss_fn, batch) if weighs else None
-        return _Work(model, batch, grads, grads, largest)
+        return _Work(model, batch, grads, grads)
 
     def _seal(self, veil: Veil, work: _Work) -> tuple[Payload, Masks | None]:
         mask = self._common_mask(veil.round) if "mask" in self.defense.needs else None

@@ -12,6 +12,7 @@ from . import (  # noqa: F401
     basics,
     bench_attack,
     bench_codec,
+    bench_protect,
     bench_select,
     bench_train,
     bench_wire,

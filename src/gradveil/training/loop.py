@@ -16,7 +16,8 @@ from torch import Tensor
 from .. import tree
 from ..core import Batch, Grads, Masks, Payload, Tensors
 from ..errors import StateError
-from ..gradients import gradient, largest_shares, local_update, parameters, per_example_gradient
+from ..gradients import gradient, local_update, parameters, per_example_gradient
+from ..shares import gradient_and_shares
 from ..veil import Veil, derive_rng, unseal
 from . import statistics
 from .checkpoint import Checkpoint, load_checkpoint, require_same, save_checkpoint
@@ -133,15 +134,14 @@ class Trainer:
         whole = self.veils[user].prepare(self.model, Batch(*map(torch.cat, zip(*batches, strict=True))))
         seed = derive_rng(self.job.settings.seed, str(user), self.round, "layers").initial_seed()
         with own_randomness(seed, self.job.device):
-            grads, loss = self._compute(whole, [len(batch.labels) for batch in batches], lr)
+            grads, largest, loss = self._compute(whole, [len(batch.labels) for batch in batches], lr)
         buffers = statistics.snapshot(self.model)
-        weighs = self.job.settings.weigh_examples and self.job.defense.weighs_examples
-        largest = largest_shares(self.model, self.job.loss_fn, whole) if weighs else None
         statistics.restore(self.model, common)
         return Work(grads, whole, loss, buffers, largest)
 
-    def _compute(self, whole: Batch, sizes: Sequence[int], lr: float) -> tuple[Grads, float]:
+    def _compute(self, whole: Batch, sizes: Sequence[int], lr: float) -> tuple[Grads, Tensors | None, float]:
         losses: list[Tensor] = []
+        largest = None
 
         def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
             loss = self.job.loss_fn(outputs, labels)
@@ -155,9 +155,12 @@ class Trainer:
         elif self.job.settings.algorithm == "fedavg":
             parts = zip(whole.inputs.split(list(sizes)), whole.labels.split(list(sizes)), strict=True)
             grads = local_update(self.model, loss_fn, [Batch(*part) for part in parts], lr)
+        elif self.job.settings.weigh_examples:
+            grads, largest = gradient_and_shares(self.model, loss_fn, whole)
+            losses = losses[:1]  # single examples follow where a model is looked at one by one
         else:
             grads = gradient(self.model, loss_fn, whole)
-        return grads, float(torch.stack(losses).mean())
+        return grads, largest, float(torch.stack(losses).mean())
 
     def _upload(self, user: int, work: Work, mask: Masks | None) -> Upload:
         veil, common = self.veils[user], statistics.snapshot(self.model)
