@@ -46,7 +46,7 @@ class Fishing(Attack):
 
     inner: Attack = field(default_factory=lambda: GGL(steps=150, restarts=2, pool=32))
     label: int = 0
-    boost: float = 30.0
+    boost: float = 300.0
     margin: float = 8.0
     center: float = 0.0
     spread: float = 1.0
@@ -83,7 +83,11 @@ class Fishing(Attack):
         others = torch.cat([rows[:own], rows[own + 1 :]])
         row = torch.randn(rows.shape[1], generator=rng, device=rng.device).to(rows)
         row -= (row @ typical) / typical.square().sum() * typical  # what all pictures share tells them not apart
-        row *= self.boost * others.norm(dim=1).mean() / row.norm()
+        least_length = others.norm(dim=1).mean()
+        if bias is None:
+            # What pulls the logit down is then part of the row, and a gradient along it looks alike for all pictures.
+            least_length = torch.maximum(least_length, self.margin / typical.norm())
+        row *= self.boost * least_length / row.norm()
         least = (features @ others.T + (0 if bias is None else bias[torch.arange(len(rows)) != own])).amin(1)
         above = features @ row - least  # to be brought below -margin, with slack for real pictures
         if bias is not None:

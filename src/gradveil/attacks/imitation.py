@@ -59,7 +59,9 @@ class Imitation:
         self.examples = seen.num_examples
         device, rng = device_of(seen), torch.Generator().manual_seed(0)
         x = torch.randn(seen.num_examples, *seen.input_shape, generator=rng).to(device)
-        y = torch.randint(seen.num_classes, (seen.num_examples,), generator=rng).to(device)
+        drawn = torch.randint(seen.num_classes, (seen.num_examples,), generator=rng)
+        # How large a tensor's gradient is can hang on the label: of an edited classifier it does.
+        y = (drawn if seen.labels is None else seen.labels.to(drawn)).to(device)
         self.steps, self.lr = seen.local_steps, seen.local_lr
         self.batch = Batch(x, y)  # stands in for the private one where the defense wants to look at it
         self.round = seen.round
