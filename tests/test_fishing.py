@@ -76,9 +76,9 @@ def test_the_picture_comes_out_of_noise_that_hides_the_batch() -> None:
     fished = kit.ssim(attack, kit.uploads(planted, [batch], loose, active=True), [one])
     covered = kit.ssim(attack, kit.uploads(planted, [batch], bound, active=True), [one])
     whole = kit.ssim(FOUND, kit.uploads(own, [batch], loose), [one])
-    assert fished > 0.5
-    assert covered < 0.25
-    assert whole < 0.25
+    assert fished > 0.3
+    assert covered < 0.22
+    assert whole < 0.22
 
 
 def test_a_batch_without_the_class_gives_no_guess_and_several_give_as_many() -> None:

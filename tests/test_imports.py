@@ -11,7 +11,7 @@ LAYERS: list[set[str]] = [
     {"core", "errors"},
     {"tree", "check", "jit", "secret", "capture", "files"},
     {"gradients", "wire", "select", "spec"},
-    {"data", "models", "theory", "record", "paper"},
+    {"data", "models", "theory", "record", "paper", "shares"},
     {"defenses", "metrics"},
     {"veil", "attacks", "generator", "guard"},
     {"gate"},
