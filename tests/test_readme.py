@@ -157,6 +157,34 @@ def test_what_a_generator_finds_is_recorded(label: str, cell: str) -> None:
     assert _row(label, name, batch + size) in (DOCS / "hardened.md").read_text()
 
 
+FISHED = {
+    "the label alone": "the label alone",
+    "raw gradient": "none",
+    "published DGP": "dgp",
+    "`hardened` without that, `balance=0`": "hardened(balance=0)",
+    "`hardened`": "hardened",
+    "`hardened(balance=1)`": "hardened(balance=1)",
+}
+
+
+def _fished(release: str) -> str:
+    found = json.loads((RESULTS / "guard" / "fishing-cnn6.json").read_text())
+    assert (found["refused"], found["n"]) == (0, 60)
+    return f"{100 * sum(found['identified'][release]) / found['n']:.0f} %"
+
+
+@pytest.mark.parametrize(("label", "release"), FISHED.items())
+def test_what_fishing_finds_is_recorded(label: str, release: str) -> None:
+    _, _, section = (DOCS / "hardened.md").read_text().partition("## What fishing finds")
+    assert f"| {label} | {_fished(release)} | 60 |" in section
+
+
+def test_what_fishing_finds_stands_on_the_first_page() -> None:
+    text = " ".join(README.read_text().split())
+    assert f"has {_fished('hardened(balance=0)')} identified" in text
+    assert f"{_fished('hardened')} where" in text
+
+
 @pytest.mark.parametrize(
     ("label", "defense"),
     [("raw gradient", "none"), ("published DGP", "dgp"), ("ADGP", "adgp"), ("`hardened` without mixing", "hardened1")],

@@ -1,16 +1,20 @@
 """The largest share of one example in a gradient, against gradients computed one by one."""
 
 import copy
+import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.functional import cross_entropy
+from typer.testing import CliRunner
 
 from gradveil import Batch, Hardened, Veil, shares, unseal
+from gradveil.cli import app, commands
 from gradveil.core import Grads
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient, parameters
@@ -18,6 +22,7 @@ from gradveil.shares import gradient_and_shares
 
 from . import attack_kit as kit
 
+assert commands  # importing it registers the commands
 SHAPE = (4, 6, 6)
 Oracle = dict[str, float]
 
@@ -210,3 +215,13 @@ def test_a_model_that_needs_whole_batches_says_what_to_do_and_sends_nothing() ->
     assert veil.round == 0
     loose = Veil(Hardened(balance=0), parameters(model), seed=0, guard=None)
     assert any(bool(t.any()) for t in unseal(loose.protect(model, cross_entropy, given)).values())
+
+
+def test_bench_protect_tells_every_release_over_the_gradient_alone(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    words = ["bench", "protect", "--model", "lenet", "--batch-size", "4", "--repeats", "2", "--json", str(file)]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    times = json.loads(file.read_text())["ms"]
+    assert list(times) == ["gradient alone", "none", "dgp", "hardened(balance=0)", "hardened"]
+    assert all(len(each) == 2 and min(each) > 0 for each in times.values())
