@@ -22,12 +22,13 @@ from gradveil.gradients import parameters
 from gradveil.guard import Guard
 from gradveil.metrics import identification_rank
 from gradveil.models import build
+from gradveil.spec import build as built
 
 BATCH, LINE_UP = 32, 100
 OUT = Path("results/guard/own_layer.json")
 # Shares of the units that are lit and alive, and how strongly the lit ones lead on.
 SETTINGS = ((0.001, 0.26, 99.0), (0.02, 0.26, 99.0), (0.035, 0.9, 99.0), (0.09, 0.26, 99.0))
-RELEASES = ("none", "hardened")
+RELEASES = ("none", "hardened(balance=0)", "hardened")
 
 
 def one(
@@ -43,7 +44,7 @@ def one(
     order = torch.randperm(len(data), generator=rng)
     batch = data.batch(order[:BATCH])
     brightest = int(batch.inputs.flatten(1).mean(1).argmax())
-    defense = DEFENSES[release]()
+    defense = built(DEFENSES, release, "defense")
     payload = Veil(defense, parameters(model), seed=seed, guard=None).protect(model, cross_entropy, batch)
     mean, std = data.mean, data.std
     threat = ThreatModel(active=True)
