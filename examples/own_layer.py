@@ -28,7 +28,7 @@ BATCH, LINE_UP = 32, 100
 OUT = Path("results/guard/own_layer.json")
 # Shares of the units that are lit and alive, and how strongly the lit ones lead on.
 SETTINGS = ((0.001, 0.26, 99.0), (0.02, 0.26, 99.0), (0.035, 0.9, 99.0), (0.09, 0.26, 99.0))
-RELEASES = ("none", "hardened(balance=0)", "hardened")
+RELEASES = ("none", "hardened", "hardened(balance=1)")
 
 
 def one(
