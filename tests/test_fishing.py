@@ -162,7 +162,7 @@ def test_the_largest_of_all_that_was_mixed_counts() -> None:
 
 
 def test_an_example_alone_in_its_batch_weighs_what_its_gradient_does() -> None:
-    g = {"w": torch.ones(5000)}
+    g = {"w": torch.ones(10, 500)}
     veil = Veil(Hardened(examples=4, balance=1, bits=0, noise=8.0), g, seed=0, guard=None)
     for _ in range(3):
         veil.seal(tree.zeros_like(g), 1)

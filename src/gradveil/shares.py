@@ -22,6 +22,7 @@ from .core import Batch, Grads, LossFn, Tensors
 from .errors import NeedError
 from .gradients import gradient, parameters
 
+CANCELS = 0.02  # of what random signs would leave of a sum: half precision stays below
 TOLERANCE = 0.05  # of what random signs would leave: half precision stays below, another use of a weight does not
 
 
@@ -33,6 +34,7 @@ class Factors(NamedTuple):
 
 
 Shares = Factors | Tensor  # a tensor holds the shares themselves, [examples, *shape]
+Parts = dict[str, Shares | None]  # of a layer's parameters, by their own names; None where all shares cancel
 
 
 @dataclass
@@ -47,7 +49,8 @@ class _Call:
 def gradient_and_shares(model: nn.Module, loss_fn: LossFn, batch: Batch) -> tuple[Grads, Tensors]:
     """Return the gradient of the mean loss and, of each tensor, the RMS of the largest share one example has in it.
 
-    Where BatchNorm mixes examples, an example's share is what passes through its own activations.
+    Where BatchNorm mixes examples, an example's share is what passes through its own activations, less what BatchNorm
+    makes cancel between examples whatever they are.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> batch = Batch(torch.tensor([[1.0, 1.0], [6.0, 8.0]]), torch.zeros(2))
@@ -120,8 +123,12 @@ def _lengths(model: nn.Module, calls: dict[nn.Module, list[_Call]], grads: Grads
                 name = names[id(p)]
                 if parts is None or own not in parts or name in found:
                     return None
-                found[name] = squares(parts[own]).amax().clamp_min(0).sqrt()
-                fits.append(_add_up(parts[own], grads[name]))
+                part = parts[own]
+                if part is None:
+                    found[name] = torch.linalg.vector_norm(grads[name].float()) / count
+                else:
+                    found[name] = squares(part).amax().clamp_min(0).sqrt()
+                    fits.append(_add_up(part, grads[name]))
     return found if found.keys() == grads.keys() and bool(torch.stack(fits).all()) else None
 
 
@@ -181,45 +188,62 @@ def _with_fixed_statistics(model: nn.Module, batch: Batch) -> nn.Module:
 # What a layer's parts of a gradient are made of, by its kind: of what came in and the slopes at its output.
 
 
-def _linear(layer: nn.Linear, inputs: Tensor, slopes: Tensor) -> dict[str, Shares]:
+def _linear(layer: nn.Linear, inputs: Tensor, slopes: Tensor) -> Parts:
     a, b = (t.reshape(len(t), 1, -1, t.shape[-1]) for t in (inputs, slopes))
+    if _cancel(b, (0, 1, 2)):
+        return {"weight": Factors(b, a - a.mean((0, 2), keepdim=True)), "bias": None}
     return {"weight": Factors(b, a), "bias": b.sum((1, 2))}
 
 
-def _convolution(layer: nn.Conv2d, inputs: Tensor, slopes: Tensor) -> dict[str, Shares] | None:
+def _convolution(layer: nn.Conv2d, inputs: Tensor, slopes: Tensor) -> Parts | None:
     if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return None
-    weight, bias, places = layer.weight, slopes.sum((2, 3)), slopes.shape[2:].numel()
-    if not _few(places, weight.shape[0] // layer.groups, weight[0].numel()):
-        how = (layer.stride, layer.padding, layer.dilation, layer.groups)
-        pairs = zip(inputs.split(1), slopes.split(1), strict=True)
-        return {"weight": torch.stack([conv2d_weight(a, weight.shape, b, *how) for a, b in pairs]), "bias": bias}
-    patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
-    a, b = (t.reshape(len(t), layer.groups, -1, places).mT for t in (patches, slopes))
-    return {"weight": Factors(b, a), "bias": bias}
+    shape, bias, places = layer.weight.shape, slopes.sum((2, 3)), slopes.shape[2:].numel()
+    cancel = _cancel(slopes, (0, 2, 3))
+    if _few(places, shape[0] // layer.groups, shape[1:].numel()):
+        patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
+        a, b = (t.reshape(len(t), layer.groups, -1, places).mT for t in (patches, slopes))
+        a = a - a.mean((0, 2), keepdim=True) if cancel else a
+        return {"weight": Factors(b, a), "bias": None if cancel else bias}
+    how = (layer.stride, layer.padding, layer.dilation, layer.groups)
+    pairs = zip(inputs.split(1), slopes.split(1), strict=True)
+    weight = torch.stack([conv2d_weight(a, shape, b, *how) for a, b in pairs])
+    if cancel:
+        typical = conv2d_weight(inputs, shape, torch.ones_like(slopes), *how) / (len(inputs) * places)
+        weight -= bias[:, :, None, None, None] * typical
+    return {"weight": weight, "bias": None if cancel else bias}
 
 
-def _channels(normal: Tensor, slopes: Tensor) -> dict[str, Shares]:
+def _cancel(slopes: Tensor, over: tuple[int, ...]) -> bool:
+    """Say whether the slopes at each output sum to zero: a BatchNorm that takes its statistics comes next.
+
+    It subtracts whatever is common to all inputs. So that part of them, and a bias, is in no gradient, only in shares
+    that cancel, and counting it would have the noise follow nothing.
+    """
+    return bool((slopes.sum(over).abs() <= CANCELS * torch.linalg.vector_norm(slopes, dim=over)).all())
+
+
+def _channels(normal: Tensor, slopes: Tensor) -> Parts:
     return {name: t.reshape(*t.shape[:2], -1).sum(2) for name, t in (("weight", slopes * normal), ("bias", slopes))}
 
 
-def _batch_norm(layer: nn.modules.batchnorm._BatchNorm, inputs: Tensor, slopes: Tensor) -> dict[str, Shares]:
+def _batch_norm(layer: nn.modules.batchnorm._BatchNorm, inputs: Tensor, slopes: Tensor) -> Parts:
     taken = layer.training or layer.running_mean is None
     mean, var = (None, None) if taken else (layer.running_mean, layer.running_var)
     return _channels(F.batch_norm(inputs, mean, var, training=taken, eps=layer.eps), slopes)
 
 
-def _group_norm(layer: nn.GroupNorm, inputs: Tensor, slopes: Tensor) -> dict[str, Shares]:
+def _group_norm(layer: nn.GroupNorm, inputs: Tensor, slopes: Tensor) -> Parts:
     return _channels(F.group_norm(inputs, layer.num_groups, eps=layer.eps), slopes)
 
 
-def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, slopes: Tensor) -> dict[str, Shares]:
+def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, slopes: Tensor) -> Parts:
     normal = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
     shape = layer.normalized_shape
     return {n: t.reshape(len(t), -1, *shape).sum(1) for n, t in (("weight", slopes * normal), ("bias", slopes))}
 
 
-_RULES: dict[type[nn.Module], Callable[..., dict[str, Shares] | None]] = {
+_RULES: dict[type[nn.Module], Callable[..., Parts | None]] = {
     nn.Linear: _linear,
     nn.Conv2d: _convolution,
     nn.modules.batchnorm._BatchNorm: _batch_norm,

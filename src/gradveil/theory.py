@@ -145,19 +145,21 @@ def release_information(entries: int, noise: float, tensors: int = 0) -> float:
     return entries / (2 * noise**2) + tensors * math.log(SCALES)
 
 
-def example_information(entries: int, noise: float, equal: float, tensors: int = 0) -> float:
+def example_information(entries: int, noise: float, equal: float, vectors: int = 0, tensors: int = 0) -> float:
     """Return the most nats one upload of `Hardened` can carry about any one of its examples, whatever the model.
 
-    `equal` is `balance * examples`: in every tensor the noise is at least `noise * sqrt(equal)` times the largest
-    example's share, so that this example is a signal of at most 1 / (noise^2 equal) of the noise in power. Whoever
-    knows all other examples can subtract them, so this holds for such an attacker too. It holds where the client can
-    tell what single examples contribute (`Veil.protect`).
+    `equal` is `balance * examples`: in every weight the noise is at least `noise * sqrt(equal)` times the largest
+    example's share, so that this example is a signal of at most 1 / (noise^2 equal) of the noise in power; in tensors
+    of one axis, which hold `vectors` of the `entries`, at most 1 / noise^2. Whoever knows all other examples can
+    subtract them, so this holds for such an attacker too. It holds where the client can tell what single examples
+    contribute (`Veil.protect`).
 
-    >>> round(example_information(11_173_962, 64.0, 8.0)), round(example_information(11_173_962, 64.0, 32.0))
-    (171, 43)
+    >>> round(example_information(11_173_962, 64.0, 8.0, 9_610)), round(example_information(11_173_962, 64.0, 32.0))
+    (172, 43)
     """
     check.positive(equal=equal)
-    return release_information(entries, noise * math.sqrt(max(equal, 1.0)), tensors)
+    weights = release_information(entries - vectors, noise * math.sqrt(max(equal, 1.0)), tensors)
+    return weights + release_information(vectors, noise)
 
 
 def release_error_bound(entries: int, noise: float, unknowns: int, tensors: int = 0) -> float:

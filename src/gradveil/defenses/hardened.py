@@ -102,8 +102,7 @@ class Hardened(Defense):
             held = tree.under("residual", tree.add(residual, grads))
             return tree.zeros_like(grads), {**state, **held, **sizes, "mixed": mixed}
         noise = self.strength(sum(g.numel() for g in grads.values()))
-        apart = math.sqrt(self.balance * self.examples)
-        covered = {n: torch.maximum(waiting[n], apart * single[n]) for n in grads}
+        covered = {n: torch.maximum(waiting[n], self.apart(g.dim()) * single[n]) for n, g in grads.items()}
         used = {n: torch.maximum(size[n], covered[n]) for n in grads}
         sent, held = {}, {}
         for name, g in grads.items():
@@ -122,6 +121,14 @@ class Hardened(Defense):
     @property
     def weighs_examples(self) -> bool:
         return self.balance > 0 and self.examples > 1
+
+    def apart(self, axes: int) -> float:
+        """Return how many times its largest share a tensor's noise is measured by.
+
+        Biases and norms have too few entries to tell much, and training feels noise on them most: noise that covers
+        one example will do.
+        """
+        return 0.0 if self.balance == 0 else math.sqrt(max(self.balance * self.examples, 1.0)) if axes > 1 else 1.0
 
     def _largest(self, name: str, grads: Tensor, step: Step) -> Tensor:
         """Return the RMS of the largest share of one example in a tensor, or 0 where that is not known."""
