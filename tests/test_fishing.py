@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from gradveil import Batch, Hardened, Veil, theory, tree, unseal
 from gradveil.attacks import Fishing, eased_matching
+from gradveil.attacks.imitation import understand
 from gradveil.defenses import Chain, GaussianNoise
 from gradveil.errors import NeedError
 from gradveil.gradients import parameters, per_example_gradient
@@ -79,6 +80,17 @@ def test_the_picture_comes_out_of_noise_that_hides_the_batch() -> None:
     assert fished > 0.3
     assert covered < 0.22
     assert whole < 0.22
+
+
+def test_the_attacker_weighs_tensors_as_the_noise_on_them_is() -> None:
+    """It tries the release out on gradients of its own, which are as large where it takes the label it knows."""
+    planted, batch = fishing().plant(kit.model("cnn6"), SHAPE, rng()), crowd(32)
+    view = fishing()._caught(kit.uploads(planted, [batch], Hardened(balance=0), active=True)[0])
+    assert view is not None
+    known = understand(view).behaviour
+    assert known is not None
+    off = [known[name].noise / float(g.square().mean().sqrt()) for name, g in view.grads.items()]
+    assert max(off) < 3 * min(off)
 
 
 def test_a_batch_without_the_class_gives_no_guess_and_several_give_as_many() -> None:

@@ -209,6 +209,25 @@ def test_what_soteria_costs_is_recorded(run: str, name: str) -> None:
     assert row in (DOCS / "training.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("label", "model", "runs"),
+    [
+        ("LeNet, 100 epochs", "lenet", ("training/train_none", "full/train_hardened", "training/weighed_default")),
+        ("CNN6, 100 epochs", "cnn6", ("full/train_none", "full/train_hardened", "training/weighed_default")),
+        (
+            "residual network with BatchNorm, 12 epochs at rate 0.1 (`examples/small_resnet.py`)",
+            "small_resnet",
+            tuple(f"training/weighed_{how}" for how in ("none", "off", "default", "balance1")),
+        ),
+    ],
+)
+def test_what_following_single_examples_costs_is_recorded(label: str, model: str, runs: tuple[str, ...]) -> None:
+    files = [RESULTS / f"{run}_{model}_cifar10_seed0.json" for run in runs]
+    found = [f"{100 * json.loads(file.read_text())['accuracy']:.2f} %" for file in files]
+    row = " | ".join([label, *found, *["not run"] * (4 - len(found))])
+    assert f"| {row} |" in (DOCS / "training.md").read_text()
+
+
 @pytest.mark.parametrize("defense", ["none", "topk", "dgp", "adgp", "hardened"])
 def test_accuracies_in_other_settings_are_the_recorded_ones(defense: str) -> None:
     def shown(setting: str) -> str:
@@ -221,6 +240,15 @@ def test_accuracies_in_other_settings_are_the_recorded_ones(defense: str) -> Non
     name = {"none": "undefended", "topk": "Top-k", "hardened": "`hardened`"}.get(defense, defense.upper())
     row = " | ".join([name, *map(shown, ("", "_alpha0.5", "_alpha0.1", "_local4"))])
     assert f"| {row} |" in (DOCS / "training.md").read_text()
+
+
+def test_what_an_upload_costs_is_recorded() -> None:
+    times = {name: statistics.median(each) for name, each in _bench("protect-cpu")["ms"].items()}
+    weighed, plain = (times[name] / times["gradient alone"] for name in ("hardened", "hardened(balance=0)"))
+    for page in ("training.md", "hardened.md"):
+        text = " ".join((DOCS / page).read_text().split())
+        assert f"{weighed:.1f} times" in text, page
+        assert f"{plain:.1f} times without" in text, page
 
 
 def test_speeds_are_the_recorded_ones() -> None:
