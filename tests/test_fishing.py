@@ -103,14 +103,24 @@ def test_a_batch_without_the_class_gives_no_guess_and_several_give_as_many() -> 
 
 
 def test_it_says_what_it_needs() -> None:
-    assert {"active", "labels", "prior"} <= Fishing().needs
+    assert Fishing().needs == {"active", "prior"}
     with pytest.raises(ValueError, match="label must be below the 5 classes"):
         Fishing(label=7).plant(build("lenet", num_classes=5, input_shape=SHAPE), SHAPE, rng())
     with pytest.raises(NeedError, match="three classes"):
         Fishing().plant(build("lenet", num_classes=2, input_shape=SHAPE), SHAPE, rng())
-    seen = kit.uploads(kit.model("lenet"), [crowd(2)], labels=False)
-    with pytest.raises(NeedError, match="labels"):
-        fishing().run_many(seen, kit.rngs(1))
+    seen = kit.fedavg(kit.model("lenet"), crowd(4), steps=2, lr=0.1)
+    with pytest.raises(NeedError, match="one step"):
+        fishing().run_many([seen], kit.rngs(1))
+
+
+def test_without_labels_it_takes_the_batch_to_hold_one_picture_of_the_class() -> None:
+    own, batch = kit.model("cnn6"), crowd(8)
+    attack = fishing(inner=eased_matching(steps=100, tv_first=30.0))
+    planted = attack.plant(own, SHAPE, rng())
+    seen = kit.uploads(planted, [batch], active=True, labels=False)
+    (found,) = attack.run_many(seen, kit.rngs(1))
+    assert found.inputs.shape == (1, *SHAPE)
+    assert kit.ssim(attack, seen, [Batch(batch.inputs[:1], batch.labels[:1])]) > 0.25
 
 
 def noise_of(defense: Hardened, model: nn.Module, batch: Batch) -> dict[str, float]:

@@ -40,8 +40,8 @@ class Fishing(Attack):
     natural pictures hardly agree, and its logit falls `margin` below. Structure and all other weights stay as they are.
 
     Guarantees: the share of other classes in the gradient of every layer before the classifier is of the order of
-    their number over `boost` squared. Does not guarantee that the batch holds exactly one picture of the class; of
-    several, `inner` searches all together, and of none there is no guess.
+    their number over `boost` squared. Does not guarantee that the batch holds exactly one picture of the class; where
+    labels are known, `inner` searches several together, and of none there is no guess.
     """
 
     inner: Attack = field(default_factory=lambda: GGL(steps=150, restarts=2, pool=32))
@@ -57,7 +57,7 @@ class Fishing(Attack):
 
     @property
     def needs(self) -> frozenset[Knowledge]:
-        return self.inner.needs | {"active", "labels"}
+        return self.inner.needs | {"active"}
 
     @property
     def adaptive(self) -> bool:
@@ -113,9 +113,10 @@ class Fishing(Attack):
 
     def _caught(self, seen: Observation) -> Observation | None:
         """Return what a client would have sent whose batch holds the pictures of the class alone."""
-        if seen.labels is None or seen.local_steps > 1:
-            raise NeedError("fishing needs the labels, and a client that takes one step")
-        count = int((seen.labels == self.label).sum())
+        if seen.local_steps > 1:
+            raise NeedError("fishing needs a client that takes one step")
+        # Who does not know the labels takes it that there is one: the server chose a class that is rare.
+        count = 1 if seen.labels is None else int((seen.labels == self.label).sum())
         if not count:
             return None
         model = copy.deepcopy(seen.model)
@@ -129,7 +130,7 @@ class Fishing(Attack):
             model=model,
             grads={n: g * share for n, g in seen.grads.items() if n in own},
             num_examples=count,
-            labels=seen.labels[seen.labels == self.label],
+            labels=torch.full((count,), self.label),
             earlier=(),
         )
 
