@@ -103,6 +103,15 @@ def test_known_layers(kind: str) -> None:
     agree(KNOWN[kind](), batch())
 
 
+@pytest.mark.usefixtures("only_fast")
+def test_slopes_that_cancel_without_batchnorm_leave_shares_as_they_are() -> None:
+    """As in a fresh classifier with as many examples of each class."""
+    model = net(width=144)
+    nn.init.zeros_(model[-1].weight)  # type: ignore[index,arg-type]
+    nn.init.zeros_(model[-1].bias)  # type: ignore[index,arg-type]
+    agree(model, batch(6))
+
+
 class Twice(nn.Module):
     """Uses a weight twice: by calling its layer again, past the layer, or through another layer that holds it."""
 

@@ -81,9 +81,8 @@ def squares(shares: Shares) -> Tensor:
     if isinstance(shares, Tensor):
         return shares.flatten(1).square().sum(1)
     slopes, inputs = shares
-    if _few(
-        slopes.shape[2], slopes.shape[3], inputs.shape[3]
-    ):  # the length of a sum of products, by the angles between them
+    if _few(slopes.shape[2], slopes.shape[3], inputs.shape[3]):
+        # The length of a sum of products, by the angles between what they are made of.
         return ((slopes @ slopes.mT) * (inputs @ inputs.mT)).sum((1, 2, 3))
     return (slopes.mT @ inputs).square().sum((1, 2, 3))
 
@@ -110,6 +109,7 @@ def _lengths(model: nn.Module, calls: dict[nn.Module, list[_Call]], grads: Grads
     """Return the length of the largest of `count` shares in every tensor; None if a layer is not of a kind known here,
     or if shares do not add up to the gradient."""
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+    mixed = any(_takes_statistics(m) for m in model.modules())
     found: Tensors = {}
     fits: list[Tensor] = []
     for module, made in calls.items():
@@ -117,7 +117,7 @@ def _lengths(model: nn.Module, calls: dict[nn.Module, list[_Call]], grads: Grads
         if rule is None or len(made) != 1 or len(made[0].slopes) != 1:
             return None
         inputs, slopes = made[0].inputs.float(), made[0].slopes[0].float()
-        parts = rule(module, inputs, slopes) if len(inputs) == len(slopes) == count else None
+        parts = rule(module, inputs, slopes, mixed) if len(inputs) == len(slopes) == count else None
         for own, p in module.named_parameters(recurse=False):
             if p.requires_grad:
                 name = names[id(p)]
@@ -174,7 +174,7 @@ def _one_by_one(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Tensors:
 
 def _with_fixed_statistics(model: nn.Module, batch: Batch) -> nn.Module:
     """Return the model, or a copy whose BatchNorm layers hold the statistics of this batch if they would take them."""
-    if not any(m.training for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)):
+    if not any(_takes_statistics(m) for m in model.modules()):
         return model
     fixed = copy.deepcopy(model)
     with torch.no_grad():
@@ -188,18 +188,18 @@ def _with_fixed_statistics(model: nn.Module, batch: Batch) -> nn.Module:
 # What a layer's parts of a gradient are made of, by its kind: of what came in and the slopes at its output.
 
 
-def _linear(layer: nn.Linear, inputs: Tensor, slopes: Tensor) -> Parts:
+def _linear(layer: nn.Linear, inputs: Tensor, slopes: Tensor, mixed: bool) -> Parts:
     a, b = (t.reshape(len(t), 1, -1, t.shape[-1]) for t in (inputs, slopes))
-    if _cancel(b, (0, 1, 2)):
+    if mixed and _cancel(b, (0, 1, 2)):
         return {"weight": Factors(b, a - a.mean((0, 2), keepdim=True)), "bias": None}
     return {"weight": Factors(b, a), "bias": b.sum((1, 2))}
 
 
-def _convolution(layer: nn.Conv2d, inputs: Tensor, slopes: Tensor) -> Parts | None:
+def _convolution(layer: nn.Conv2d, inputs: Tensor, slopes: Tensor, mixed: bool) -> Parts | None:
     if isinstance(layer.padding, str) or layer.padding_mode != "zeros":
         return None
     shape, bias, places = layer.weight.shape, slopes.sum((2, 3)), slopes.shape[2:].numel()
-    cancel = _cancel(slopes, (0, 2, 3))
+    cancel = mixed and _cancel(slopes, (0, 2, 3))
     if _few(places, shape[0] // layer.groups, shape[1:].numel()):
         patches = F.unfold(inputs, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
         a, b = (t.reshape(len(t), layer.groups, -1, places).mT for t in (patches, slopes))
@@ -214,8 +214,13 @@ def _convolution(layer: nn.Conv2d, inputs: Tensor, slopes: Tensor) -> Parts | No
     return {"weight": weight, "bias": None if cancel else bias}
 
 
+def _takes_statistics(layer: nn.Module) -> bool:
+    """Say whether it is a BatchNorm that normalises by the batch at hand, and so mixes examples."""
+    return isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
+
+
 def _cancel(slopes: Tensor, over: tuple[int, ...]) -> bool:
-    """Say whether the slopes at each output sum to zero: a BatchNorm that takes its statistics comes next.
+    """Say whether the slopes at each output sum to zero: where examples are mixed, BatchNorm comes next.
 
     It subtracts whatever is common to all inputs. So that part of them, and a bias, is in no gradient, only in shares
     that cancel, and counting it would have the noise follow nothing.
@@ -227,17 +232,17 @@ def _channels(normal: Tensor, slopes: Tensor) -> Parts:
     return {name: t.reshape(*t.shape[:2], -1).sum(2) for name, t in (("weight", slopes * normal), ("bias", slopes))}
 
 
-def _batch_norm(layer: nn.modules.batchnorm._BatchNorm, inputs: Tensor, slopes: Tensor) -> Parts:
-    taken = layer.training or layer.running_mean is None
+def _batch_norm(layer: nn.modules.batchnorm._BatchNorm, inputs: Tensor, slopes: Tensor, mixed: bool) -> Parts:
+    taken = _takes_statistics(layer)
     mean, var = (None, None) if taken else (layer.running_mean, layer.running_var)
     return _channels(F.batch_norm(inputs, mean, var, training=taken, eps=layer.eps), slopes)
 
 
-def _group_norm(layer: nn.GroupNorm, inputs: Tensor, slopes: Tensor) -> Parts:
+def _group_norm(layer: nn.GroupNorm, inputs: Tensor, slopes: Tensor, mixed: bool) -> Parts:
     return _channels(F.group_norm(inputs, layer.num_groups, eps=layer.eps), slopes)
 
 
-def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, slopes: Tensor) -> Parts:
+def _layer_norm(layer: nn.LayerNorm, inputs: Tensor, slopes: Tensor, mixed: bool) -> Parts:
     normal = F.layer_norm(inputs, layer.normalized_shape, eps=layer.eps)
     shape = layer.normalized_shape
     return {n: t.reshape(len(t), -1, *shape).sum(1) for n, t in (("weight", slopes * normal), ("bias", slopes))}
