@@ -128,7 +128,9 @@ class Hardened(Defense):
         Biases and norms have too few entries to tell much, and training feels noise on them most: noise that covers
         one example will do.
         """
-        return 0.0 if self.balance == 0 else math.sqrt(max(self.balance * self.examples, 1.0)) if axes > 1 else 1.0
+        if self.balance == 0:
+            return 0.0
+        return math.sqrt(max(self.balance * self.examples, 1.0)) if axes > 1 else 1.0
 
     def _largest(self, name: str, grads: Tensor, step: Step) -> Tensor:
         """Return the RMS of the largest share of one example in a tensor, or 0 where that is not known."""
