@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from ..defenses.advice import WARNING
 from ..errors import GradveilError
+from .heap import keep_freed_memory
 
 app = typer.Typer(
     name="gradveil",
@@ -29,6 +30,7 @@ def main() -> None:
     """Run the command line; an error the user can mend is one line and exit code 2."""
     from . import commands  # noqa: F401  (registers every command on `app`)
 
+    keep_freed_memory()
     sys.path.insert(0, os.getcwd())  # so that package.module:name finds what lies beside the user
 
     try:
