@@ -1,5 +1,6 @@
 """DDP against the single-process reference. Run as a script, this file is one rank."""
 
+import contextlib
 import copy
 import datetime
 import os
@@ -33,8 +34,10 @@ from gradveil import (
 from gradveil.core import Defense, Grads, Masks, Step
 from gradveil.defenses import ATS, PRECODE, Hardened
 from gradveil.engines.ddp import RankVeil, attach
+from gradveil.engines.fit import refuse_idle
 from gradveil.engines.packing import pack_bits, pack_sparse, unpack_bits, unpack_sparse
 from gradveil.errors import EngineError, GradientError, NeedError, StateError
+from gradveil.shares import gradient_and_shares
 from gradveil.veil import derive_rng
 
 STEPS, SEED, LR = 4, 7, 0.1
@@ -89,15 +92,16 @@ def outcome(model: nn.Module, veil: RankVeil) -> dict[str, Tensor]:
 
 
 HARDENED = Hardened(noise=2.0, examples=16)
+FOLLOWED = Hardened(noise=2.0, examples=8, balance=1.0)
 NOISY = Chain(ErrorFeedback(DualPrune()), GaussianNoise(0.01))
 
 
 def train_with(
-    defense: Defense, num_examples: int | None = None, **options: object
+    defense: Defense, num_examples: int | None = None, follow: bool = False, **options: object
 ) -> Callable[[int], dict[str, Tensor]]:
     def scenario(rank: int) -> dict[str, Tensor]:
         model = wrap(**options)
-        veil = attach(model, defense, seed=SEED, num_examples=num_examples)
+        veil = attach(model, defense, seed=SEED, num_examples=num_examples, follow=follow)
         run_steps(model, rank)
         return outcome(model, veil)
 
@@ -141,6 +145,43 @@ def unused(rank: int, defense: Defense | None = None) -> dict[str, Tensor]:
             held = {n: r.clone() for n, r in (veil.residual or {}).items()}
         descend(model)
     return {**outcome(model, veil), **tree.under("held", held)}
+
+
+class Detour(nn.Module):
+    """Uses a weight twice on rank 0."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.twice, self.first, self.head = twice, nn.Linear(20, 20), nn.Linear(20, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = self.head(self.first(x) if self.twice else x)
+        return out
+
+
+def untold(rank: int) -> dict[str, Tensor]:
+    """Where one rank cannot follow its examples, none sends."""
+    model = DistributedDataParallel(Detour(rank == 0))
+    veil = attach(model, FOLLOWED, num_examples=8, follow=True)
+    before, batch = veil.bytes_sent, batch_of(rank, 0)
+    try:
+        loss_fn(model(batch.inputs), batch.labels).backward()
+    except (NeedError, RuntimeError) as error:
+        refused = "single examples cannot be followed" in str(error)
+    return {"refused": torch.tensor(refused), "bytes": torch.tensor(veil.bytes_sent - before)}
+
+
+def followed_scaled(rank: int) -> dict[str, Tensor]:
+    """Micro-batches under a loss scale: what is accumulated is followed in the units of the true gradient."""
+    model = wrap()
+    veil = attach(model, FOLLOWED, seed=SEED, num_examples=8, scaler=FakeScaler(4.0), follow=True)
+    batch = batch_of(rank, 0)
+    for half in (slice(0, 4), slice(4, 8)):
+        with contextlib.nullcontext() if half.start else model.no_sync():
+            (2.0 * loss_fn(model(batch.inputs[half]), batch.labels[half])).backward()  # half the loss, times four
+    return {**outcome(model, veil), **grads_of(model)}
 
 
 def autocast(rank: int) -> dict[str, Tensor]:
@@ -261,6 +302,9 @@ SCENARIOS: dict[str, Callable[[int], dict[str, Tensor]]] = {
     "resume": resume,
     "join": join_uneven,
     "hardened": train_with(HARDENED, num_examples=8),
+    "followed": train_with(FOLLOWED, num_examples=8, follow=True),
+    "followed scaled": followed_scaled,
+    "untold": untold,
     "different": different,
     "unused whole": lambda rank: unused(rank, NOISY),
 }
@@ -336,7 +380,7 @@ def results(jobs: tuple[Results, Ends]) -> Results:
 
 
 def reference(
-    defense: Defense, world: int, steps: int = STEPS, device: str = "cpu"
+    defense: Defense, world: int, steps: int = STEPS, device: str = "cpu", follow: bool = False
 ) -> tuple[Grads, list[Grads | None]]:
     """Train in one process: protect each rank's gradient, add in rank order, divide."""
     model = build_model(device)
@@ -350,7 +394,9 @@ def reference(
         sent = []
         for rank in range(world):
             rng = derive_rng(SEED, f"rank{rank}", step, device=device)
-            out, states[rank] = defense.apply(grads[rank], states[rank], Step(rng, step, mask=mask, num_examples=8))
+            seen = gradient_and_shares(model, loss_fn, batch_of(rank, step, device))[1] if follow else None
+            known = Step(rng, step, mask=mask, num_examples=8, largest=seen)
+            out, states[rank] = defense.apply(grads[rank], states[rank], known)
             sent.append(out)
         with torch.no_grad():
             for name, p in model.named_parameters():
@@ -369,6 +415,7 @@ DEFENSES: dict[str, Defense] = {
     "dense": Identity(),
     "noise": NOISY,
     "hardened": HARDENED,
+    "followed": FOLLOWED,
     "aligned": ErrorFeedback(AlignedDualPrune()),
     "resume": dgp(),
 }
@@ -377,7 +424,7 @@ DEFENSES: dict[str, Defense] = {
 @pytest.mark.engine
 @pytest.mark.parametrize(("world", "name"), [*((2, name) for name in DEFENSES), *((4, name) for name in ON_FOUR)])
 def test_equals_the_single_process_reference(results: Results, world: int, name: str) -> None:
-    params, residuals = reference(DEFENSES[name], world)
+    params, residuals = reference(DEFENSES[name], world, follow=name == "followed")
     # Two addends commute and gathered messages are added in rank order: equal to the bit. A ring of four adds in
     # another order, which costs a rounding.
     exact = world == 2 or name == "dgp"
@@ -390,6 +437,40 @@ def test_equals_the_single_process_reference(results: Results, world: int, name:
         held = residuals[rank]
         if held is not None and exact:
             assert all(torch.equal(got[f"residual.{key}"], want) for key, want in held.items())
+
+
+@pytest.mark.engine
+def test_following_examples_makes_the_noise_cover_the_largest(results: Results) -> None:
+    followed, _ = reference(FOLLOWED, 2, follow=True)
+    loose, _ = reference(FOLLOWED, 2)
+    got = results[2][0]["followed"]
+    assert all(torch.equal(got[f"param.{n}"], p.detach()) for n, p in followed.items())
+    assert not any(torch.equal(p, loose[n]) for n, p in followed.items() if n.endswith("weight"))
+
+
+@pytest.mark.engine
+def test_accumulated_passes_are_followed_in_true_units(results: Results) -> None:
+    for rank in range(2):
+        model, batch = build_model(), batch_of(rank, 0)
+        grads, largest = gradient_and_shares(model, loss_fn, batch)
+        rng = derive_rng(SEED, f"rank{rank}", 0)
+        _, state = FOLLOWED.apply(grads, FOLLOWED.init(grads), Step(rng, num_examples=8, largest=largest))
+        held = tree.under("residual", FOLLOWED.residual(state) or {})
+        for name, want in held.items():
+            torch.testing.assert_close(results[2][rank]["followed scaled"][name], want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.engine
+def test_where_one_rank_cannot_follow_its_examples_none_sends(results: Results) -> None:
+    for rank in range(2):
+        assert bool(results[2][rank]["untold"]["refused"])
+        assert int(results[2][rank]["untold"]["bytes"]) < 64  # the agreement alone
+
+
+def test_following_for_nothing_is_refused() -> None:
+    for defense in (dgp(), Hardened(balance=0)):
+        with pytest.raises(NeedError, match="makes no use of single examples"):
+            refuse_idle(defense, follow=True)
 
 
 @pytest.mark.engine

@@ -18,7 +18,7 @@ from gradveil.cli import app, commands
 from gradveil.core import Grads
 from gradveil.errors import NeedError
 from gradveil.gradients import gradient, parameters
-from gradveil.shares import gradient_and_shares
+from gradveil.shares import Watch, gradient_and_shares
 
 from . import attack_kit as kit
 
@@ -199,6 +199,42 @@ def test_where_batchnorm_mixes_each_example_has_what_passes_through_its_own_acti
     assert {n: float(v) for n, v in found.items()} == pytest.approx(expected, rel=1e-3, abs=1e-6)
     assert isinstance(conv, nn.Conv2d)
     assert isinstance(head, nn.Linear)
+
+
+def test_a_watch_follows_passes_that_add_up_in_a_loop_of_ones_own() -> None:
+    torch.manual_seed(0)
+    model, given = KNOWN["group norm"](), batch(6)
+    expected = one_by_one(model, given)
+    with Watch(model) as watch:
+        for _ in range(2):  # what was asked for once does not count again
+            model.zero_grad()
+            for rows in ([0, 1], [2, 3, 4, 5]):
+                inputs, labels = given.inputs[rows], given.labels[rows]
+                (len(rows) / 6 * cross_entropy(model(inputs), labels)).backward()
+                with torch.no_grad():
+                    model(given.inputs)  # a look at the accuracy brings nothing
+                model(given.inputs)  # nor does a pass without a way back
+            found = watch.largest({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+            assert found is not None
+            assert {n: float(v) for n, v in found.items()} == pytest.approx(expected, rel=1e-4)
+    assert all(not module._forward_hooks and not module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("how", ["scaled", "clipped", "by name", "rows are not examples"])
+def test_a_watch_does_not_guess(how: str) -> None:
+    """A gradient that somebody changed, or inputs whose rows no layer shows, are told from shares."""
+    torch.manual_seed(0)
+    model, given = KNOWN["tokens"](), batch()
+    if how == "rows are not examples":
+        model = nn.Sequential(nn.Flatten(0, 1), nn.Flatten(), nn.Linear(36, 3))
+        given = Batch(given.inputs, given.labels.repeat_interleave(4))
+    with Watch(model) as watch:
+        out = model(x=given.inputs) if how == "by name" else model(given.inputs)
+        cross_entropy(out, given.labels).backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        if how in ("scaled", "clipped"):
+            grads = {name: g * (0.5 if how == "clipped" else 1024.0) for name, g in grads.items()}
+        assert (watch.largest(grads) is None) == (how != "by name")
 
 
 @pytest.mark.parametrize("padding", [1, "same"])  # the second is looked at one by one

@@ -2,14 +2,13 @@
 
 A layer's weight gradient is the sum, over examples and places, of the slope at its output times what came in. Keeping
 both until the pass is over gives every example's share in the gradient that is sent, for little more than the gradient
-itself; its length is found without building it where the layer has few places. Models with other layers are looked at
-one example after the other.
+itself; its length is found without building it where the layer has few places. A `Watch` does so in any training loop;
+`gradient_and_shares` looks at models with other layers one example after the other.
 """
 
 import copy
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -41,9 +40,53 @@ Parts = dict[str, Shares | None]  # of a layer's parameters, by their own names;
 class _Call:
     """What passed through a layer."""
 
-    layer: nn.Module
     inputs: Tensor
     slopes: list[Tensor] = field(default_factory=list)  # at its output, once the backward pass has come by
+
+
+@dataclass
+class _Pass:
+    """One pass through the model."""
+
+    examples: int
+    mixed: bool  # by BatchNorm
+    calls: dict[nn.Module, list[_Call]] = field(default_factory=dict)
+
+    @property
+    def went_back(self) -> bool:
+        """Whether there was a backward pass as well."""
+        return any(call.slopes for calls in self.calls.values() for call in calls)
+
+
+@dataclass
+class _Tally:
+    """What passes brought to the gradient of one tensor: the longest share, and their sum along a random direction."""
+
+    along: tuple[Tensor, ...]  # the direction, or the two it is the product of
+    longest: Tensor
+    sum: Tensor
+    square: Tensor  # of the values that make up the sum
+
+    def add(self, shares: Shares) -> None:
+        """Count the shares of one more pass."""
+        self.longest = torch.maximum(self.longest, squares(shares).amax().clamp_min(0).sqrt())
+        if isinstance(shares, Factors):  # the products are not built for this
+            slopes, inputs = ((t @ side) for t, side in zip(shares, self.along, strict=True))
+            seen = slopes * inputs
+        else:
+            seen = shares * self.along[0]
+        self.sum, self.square = self.sum + seen.sum(), self.square + seen.square().sum()
+
+    def adds_up(self, grads: Tensor) -> Tensor:
+        """Say whether all shares together are the gradient: a weight may be used in a way no layer shows."""
+        if len(self.along) == 2:
+            left, right = self.along
+            whole = (grads.reshape(-1, len(left), len(right)) @ right @ left).sum()
+        else:
+            whole = (grads * self.along[0]).sum()
+        slack = TOLERANCE * (self.square.sqrt() + whole.abs())
+        fits: Tensor = (self.sum - whole).abs() <= slack
+        return fits
 
 
 def gradient_and_shares(model: nn.Module, loss_fn: LossFn, batch: Batch) -> tuple[Grads, Tensors]:
@@ -57,17 +100,127 @@ def gradient_and_shares(model: nn.Module, loss_fn: LossFn, batch: Batch) -> tupl
     >>> gradient_and_shares(model, lambda out, _: out.mean(), batch)
     ({'weight': tensor([[3.5000, 4.5000]])}, {'weight': tensor(3.5355)})
     """
-    calls: dict[nn.Module, list[_Call]] = {}
-    with ExitStack() as hooks:
+    with Watch(model) as watch:
+        grads = gradient(model, loss_fn, batch)
+        largest = watch.largest(grads)
+    return grads, _one_by_one(model, loss_fn, batch) if largest is None else largest
+
+
+class Watch:
+    """Follows single examples through a model, whatever loop trains it, until it is closed.
+
+    The examples are the rows of the first tensor the model is given. Passes may add up, as with accumulated gradients:
+    each is reckoned up when the next begins, so that no more than one is kept. Passes without gradients do not count.
+
+    >>> model = nn.Linear(2, 1, bias=False)
+    >>> with Watch(model) as watch:
+    ...     for x in (torch.ones(3, 2), torch.tensor([[6.0, 8.0]])):
+    ...         model(x).sum().backward()
+    ...     watch.largest({"weight": model.weight.grad})
+    {'weight': tensor(7.0711)}
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
+        self._hooks = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
-                hooks.enter_context(_watched(module, calls.setdefault(module, [])))
-        grads = gradient(model, loss_fn, batch)
-    with torch.autocast(batch.inputs.device.type, enabled=False):
-        lengths = _lengths(model, calls, grads, len(batch.labels))
-    if lengths is None:
-        return grads, _one_by_one(model, loss_fn, batch)
-    return grads, {name: lengths[name] / math.sqrt(max(g.numel(), 1)) for name, g in grads.items()}
+                self._hooks.append(module.register_forward_hook(self._keep))
+        self._forget()
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take all hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @torch.no_grad()
+    def largest(self, grads: Grads) -> Tensors | None:
+        """Return the RMS of the largest share of one example in each tensor of the gradient since the last question.
+
+        None if a layer is not of a kind known here, or if shares do not add up to the gradient.
+        """
+        with _in_float32(grads):
+            self._reckon()
+            tallies, cancelled, examples, known = self._tallies, self._cancelled, self.examples, self._known
+            self._forget()
+            if not known or tallies.keys() & cancelled or (tallies.keys() | cancelled) - grads.keys():
+                return None
+            found: Tensors = {}
+            fits = []
+            for name, g in grads.items():
+                length = torch.linalg.vector_norm(g.float())
+                if name in tallies:
+                    length = tallies[name].longest
+                    fits.append(tallies[name].adds_up(g.float()))
+                elif name in cancelled:
+                    length = length / examples
+                else:
+                    fits.append(length == 0)
+                found[name] = length / math.sqrt(max(g.numel(), 1))
+        return found if not fits or bool(torch.stack(fits).all()) else None
+
+    def _forget(self) -> None:
+        self.examples = 0  # in passes since the last question
+        self._current: _Pass | None = None
+        self._tallies: dict[str, _Tally] = {}
+        self._cancelled: set[str] = set()  # tensors whose shares all cancel
+        self._known = True
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.is_grad_enabled():
+            with torch.no_grad(), _in_float32(dict(model.named_parameters())):
+                self._reckon()
+            given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.ndim), torch.empty(0))
+            self._current = _Pass(len(given), any(_takes_statistics(m) for m in model.modules()))
+
+    def _keep(self, layer: nn.Module, args: Any, output: Any) -> None:
+        if self._current is None or not torch.is_grad_enabled():
+            return
+        call = _Call(args[0].detach() if args and isinstance(args[0], Tensor) else torch.empty(0))
+        self._current.calls.setdefault(layer, []).append(call)
+        if isinstance(output, Tensor) and output.requires_grad:
+            # On the tensor, not on what becomes of it: a ReLU may overwrite it in place.
+            output.register_hook(lambda slope: call.slopes.append(slope.detach()))
+
+    def _reckon(self) -> None:
+        """Add what the last pass brought."""
+        done, self._current = self._current, None
+        if done is None or not done.went_back:
+            return
+        self.examples += done.examples
+        met: set[str] = set()
+        for module, made in done.calls.items():
+            parts = _parts(module, made, done)
+            for own, p in module.named_parameters(recurse=False):
+                if p.requires_grad:
+                    name = self._names[id(p)]
+                    self._known &= parts is not None and own in parts and name not in met
+                    met.add(name)
+                    if parts is not None and own in parts:
+                        self._add(name, parts[own])
+
+    def _add(self, name: str, shares: Shares | None) -> None:
+        if shares is None:
+            self._cancelled.add(name)
+            return
+        along = _direction(shares)
+        tally = self._tallies.setdefault(name, _Tally(along, *torch.zeros(3, device=along[0].device)))
+        if [t.shape for t in tally.along] == [t.shape for t in along]:
+            tally.add(shares)
+        else:  # maps of another size may have called for another way
+            self._known = False
+
+
+def _in_float32(grads: Grads) -> Any:
+    """Reckon in float32 where passes may have been in half precision."""
+    return torch.autocast(next((g.device.type for g in grads.values()), "cpu"), enabled=False)
 
 
 def squares(shares: Shares) -> Tensor:
@@ -92,64 +245,20 @@ def _few(places: int, outputs: int, inputs: int) -> bool:
     return places * (outputs + inputs) <= outputs * inputs
 
 
-def _watched(module: nn.Module, calls: list[_Call]) -> Any:
-    """Keep what passes through a layer until the handle is left."""
-
-    def keep(layer: nn.Module, args: Any, output: Any) -> None:
-        call = _Call(layer, args[0].detach() if args and isinstance(args[0], Tensor) else torch.empty(0))
-        calls.append(call)
-        if isinstance(output, Tensor) and output.requires_grad:
-            # On the tensor, not on what becomes of it: a ReLU may overwrite it in place.
-            output.register_hook(lambda slope: call.slopes.append(slope.detach()))
-
-    return module.register_forward_hook(keep)
+def _parts(module: nn.Module, made: list[_Call], whole: _Pass) -> Parts | None:
+    """Return what one pass brings to a layer's parameters; None if the layer is not used as it is known here."""
+    rule = next((rule for kind, rule in _RULES.items() if isinstance(module, kind)), None)
+    if rule is None or len(made) != 1 or len(made[0].slopes) != 1:
+        return None
+    inputs, slopes = made[0].inputs.float(), made[0].slopes[0].float()
+    return rule(module, inputs, slopes, whole.mixed) if len(inputs) == len(slopes) == whole.examples else None
 
 
-def _lengths(model: nn.Module, calls: dict[nn.Module, list[_Call]], grads: Grads, count: int) -> Tensors | None:
-    """Return the length of the largest of `count` shares in every tensor; None if a layer is not of a kind known here,
-    or if shares do not add up to the gradient."""
-    names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
-    mixed = any(_takes_statistics(m) for m in model.modules())
-    found: Tensors = {}
-    fits: list[Tensor] = []
-    for module, made in calls.items():
-        rule = next((rule for kind, rule in _RULES.items() if isinstance(module, kind)), None)
-        if rule is None or len(made) != 1 or len(made[0].slopes) != 1:
-            return None
-        inputs, slopes = made[0].inputs.float(), made[0].slopes[0].float()
-        parts = rule(module, inputs, slopes, mixed) if len(inputs) == len(slopes) == count else None
-        for own, p in module.named_parameters(recurse=False):
-            if p.requires_grad:
-                name = names[id(p)]
-                if parts is None or own not in parts or name in found:
-                    return None
-                part = parts[own]
-                if part is None:
-                    found[name] = torch.linalg.vector_norm(grads[name].float()) / count
-                else:
-                    found[name] = squares(part).amax().clamp_min(0).sqrt()
-                    fits.append(_add_up(part, grads[name]))
-    return found if found.keys() == grads.keys() and bool(torch.stack(fits).all()) else None
-
-
-def _add_up(shares: Shares, grads: Tensor) -> Tensor:
-    """Say whether the shares of all examples are the gradient: a weight may be used in a way no layer shows.
-
-    Products are not built for this: both sides are seen along a random direction.
-    """
-    g = grads.float()
-    rng = torch.Generator(g.device).manual_seed(0)
-    if isinstance(shares, Factors):
-        slopes, inputs = shares
-        left, right = (torch.randn(t.shape[3], generator=rng, device=g.device) for t in (slopes, inputs))
-        seen = (slopes @ left) * (inputs @ right)
-        whole = (g.reshape(slopes.shape[1], len(left), len(right)) @ right @ left).sum()
-    else:
-        along = torch.randn(g.shape, generator=rng, device=g.device)
-        seen, whole = shares * along, (g * along).sum()
-    slack = TOLERANCE * (torch.linalg.vector_norm(seen) + whole.abs())
-    fits: Tensor = (seen.sum() - whole).abs() <= slack
-    return fits
+def _direction(shares: Shares) -> tuple[Tensor, ...]:
+    """Return the random direction along which shares of this kind are seen, always the same."""
+    sizes = [t.shape[3:] for t in shares] if isinstance(shares, Factors) else [shares.shape[1:]]
+    rng = torch.Generator(shares[0].device).manual_seed(0)
+    return tuple(torch.randn(size, generator=rng, device=rng.device) for size in sizes)
 
 
 def _one_by_one(model: nn.Module, loss_fn: LossFn, batch: Batch) -> Tensors:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..core import Defense
 from ..errors import EngineError
 from .ddp_veil import RankVeil
-from .fit import refuse_unfit
+from .fit import refuse_idle, refuse_unfit
 
 
 def attach(
@@ -26,6 +26,7 @@ def attach(
     seed: int | None = None,
     scaler: Any = None,
     prepared: bool = False,
+    follow: bool = False,
 ) -> RankVeil:
     """Make `model` exchange protected gradients only, and return what holds this rank's state.
 
@@ -39,6 +40,8 @@ def attach(
         scaler: the loop's `torch.amp.GradScaler`, if there is one: residuals are then kept in unscaled units, and a
             skipped step shows as infinity, so that the scaler lowers its scale.
         prepared: the script applies the defense's `prepare_model` and `prepare_batch` itself.
+        follow: follow single examples through every pass, so that the noise of `hardened` covers the largest of them
+            as in `Veil.protect`. A step in which that cannot be done is refused.
 
     Raises:
         EngineError: `model` is not a DistributedDataParallel model, or something in it would send raw gradients itself,
@@ -48,8 +51,9 @@ def attach(
     if not isinstance(model, DistributedDataParallel):
         raise EngineError(_not_ddp(model))
     refuse_unfit(defense, "a DDP hook", prepared)
+    refuse_idle(defense, follow)
     _refuse_side_doors(model)
-    veil = RankVeil(model, defense, num_examples=num_examples, seed=seed, scaler=scaler)
+    veil = RankVeil(model, defense, num_examples=num_examples, seed=seed, scaler=scaler, follow=follow)
     veil.rehearse()
     model.register_comm_hook(None, veil.hook)
     model.register_forward_pre_hook(veil.refuse_if_broken)  # DDP would blame unused parameters

@@ -18,6 +18,7 @@ from ..core import Defense, Grads, Masks, State, Step, Tensors
 from ..defenses import AlignedDualPrune, DualPrune, Identity, TopK
 from ..errors import EngineError, GradientError, NeedError, StateError
 from ..secret import system_seed
+from ..shares import Watch
 from ..veil import Veil, derive_rng
 from .ddp_exchange import Exchange, Transit
 from .fit import parts_of
@@ -64,6 +65,7 @@ class RankVeil:
         num_examples: int | None = None,
         seed: int | None = None,
         scaler: Any = None,
+        follow: bool = False,
     ) -> None:
         params = {name: p for name, p in model.module.named_parameters() if p.requires_grad}
         self.defense, self.num_examples = defense, num_examples
@@ -73,6 +75,7 @@ class RankVeil:
         self._like = {name: torch.zeros(p.shape, device=p.device) for name, p in params.items()}
         self._peers = Exchange(model.process_group, next(iter(self._like.values())).device)
         self._scaler = scaler
+        self._watch = Watch(model.module) if follow else None
         self._seeded = seed is not None
         self._seed = system_seed() if seed is None else seed
         draw = secrets.randbits(31) if seed is None else seed & 0x7FFFFFFF
@@ -173,14 +176,22 @@ class RankVeil:
         views = {name: view for bucket in buckets for name, view in bucket.views.items()}
         grads = {name: views[name].float() / scale for name in self._like if name in views}
         finite = all(bool(torch.isfinite(g).all()) for g in grads.values())
-        bad, *touched = self._peers.agree([int(not finite), *(self._touched(g) for g in grads.values())])
+        largest = self._largest(views)
+        untold = finite and largest is None and self._watch is not None
+        news = [int(not finite), int(untold), *(self._touched(g) for g in grads.values())]
+        bad, untold_somewhere, *touched = self._peers.agree(news)
         flight = _Flight(buckets, list(grads))
         self._flying.append(flight)
         self._bad = self._bad or bool(bad)
         if self._bad:
             return
+        if untold_somewhere:
+            raise NeedError(
+                "single examples cannot be followed through this model: it holds layers of unknown kinds or uses a "
+                "weight twice, or its loop changes gradients. ddp.attach(..., follow=False) does without"
+            )
         masks = self._common_mask(grads) if self._aligned else None
-        sent, state = self.defense.apply(grads, self._state, self._step(masks))
+        sent, state = self.defense.apply(grads, self._state, self._step(masks, largest))
         unused = {name for name, seen in zip(grads, touched, strict=True) if not seen}
         if unused:
             sent, state = self._hold_back(unused, sent, state)
@@ -234,9 +245,14 @@ class RankVeil:
     def _touched(self, grad: Tensor) -> int:
         return int(bool(grad.any())) if self._may_be_unused else 1
 
-    def _step(self, masks: Masks | None) -> Step:
+    def _largest(self, grads: Grads) -> Tensors | None:
+        """Return the largest share of one example in every tensor, if they are followed and can be told."""
+        found = None if self._watch is None else self._watch.largest(grads)
+        return None if found is None else {name: share / self._scale() for name, share in found.items()}
+
+    def _step(self, masks: Masks | None, largest: Tensors | None = None) -> Step:
         rng = derive_rng(self._seed, f"rank{self._peers.rank}", self.round, device=self._peers.device.type)
-        return Step(rng=rng, round=self.round, mask=masks, num_examples=self.num_examples)
+        return Step(rng=rng, round=self.round, mask=masks, num_examples=self.num_examples, largest=largest)
 
     def _scale(self) -> float:
         """Return the loss scale: residuals are kept in the units of the true gradient."""

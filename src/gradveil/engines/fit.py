@@ -49,5 +49,13 @@ def refuse_unfit(defense: Defense, engine: str, prepared: bool) -> None:
             )
 
 
+def refuse_idle(defense: Defense, follow: bool) -> None:
+    """Raise `NeedError` where single examples are to be followed for a defense that makes no use of it."""
+    if follow and not defense.weighs_examples:
+        raise NeedError(
+            f"{defense.key()} makes no use of single examples: leave follow=True out, or use hardened() with a balance"
+        )
+
+
 def _overrides(part: Defense, name: str) -> bool:
     return getattr(type(part), name) is not getattr(Defense, name)
