@@ -1,5 +1,6 @@
 """The Flower mod and strategy in one process: the real ClientApp and strategy, without sockets."""
 
+import contextlib
 import copy
 import os
 from collections.abc import Callable, Iterable
@@ -40,17 +41,19 @@ from gradveil import (
 )
 from gradveil.attacks.imprint import Imprint
 from gradveil.attacks.traps import TrapWeights
-from gradveil.defenses import DPNoise
+from gradveil.defenses import DPNoise, Hardened
 from gradveil.engines import flower_download, flower_local
 from gradveil.engines import flower_records as records
 from gradveil.engines.flower import VeilMod
 from gradveil.engines.flower_local import node_id as node
 from gradveil.engines.flower_secure import SecureFedAvg, SecureVeilMod
 from gradveil.engines.flower_strategy import VeiledFedAvg
+from gradveil.engines.following import Account, following
 from gradveil.engines.secure import FixedPoint, add_up, blind, new_key
 from gradveil.engines.store import FileStore
 from gradveil.engines.vote import vote
 from gradveil.errors import EngineError, NeedError, StateError, WireError
+from gradveil.gradients import per_example_gradient
 
 CLIENTS = 4
 loss_fn = nn.CrossEntropyLoss()
@@ -66,6 +69,30 @@ def batch_of(client: int, round_: int) -> Batch:
     rng = torch.Generator().manual_seed(100 * client + round_)
     inputs = torch.randn(16, 12, generator=rng)
     return Batch(inputs, (inputs[:, :5] + 0.1 * client).argmax(1))
+
+
+LR = 0.5
+
+
+def followed_app(*mods: Any, epochs: int = 1, follow: bool = True, optimizer: Any = torch.optim.SGD) -> ClientApp:
+    """A client that goes through its 16 examples in steps of 8."""
+    app = ClientApp(mods=list(mods))
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client, round_ = context.node_config["partition-id"], message.content["config"]["server-round"]
+        model, batch = build_model(), batch_of(client, round_)
+        model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+        descent = optimizer(model.parameters(), lr=LR)
+        with following(model, descent) if follow else contextlib.nullcontext():
+            for rows in [torch.arange(0, 8), torch.arange(8, 16)] * epochs:
+                descent.zero_grad()
+                loss_fn(model(batch.inputs[rows]), batch.labels[rows]).backward()
+                descent.step()
+        content = {"arrays": ArrayRecord(model.state_dict()), "metrics": MetricRecord({"num-examples": 16})}
+        return Message(RecordDict(content), reply_to=message)
+
+    return app
 
 
 def make_app(*mods: Any, norm: bool = False, spoil: Callable[[int, int, Message], Any] | None = None) -> ClientApp:
@@ -355,6 +382,54 @@ def test_integer_parameters_are_refused_unless_kept_local() -> None:
 def test_defenses_that_need_more_are_refused_at_once() -> None:
     with pytest.raises(NeedError, match="per_example"):
         VeilMod(DPNoise())
+
+
+FOLLOWED = Hardened(noise=2.0, examples=16, balance=1.0)
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_noise_covers_the_largest_example_the_app_followed(epochs: int) -> None:
+    """By the obvious way: the gradients of single examples, step by step, each example in one step of a pass."""
+    grid = LocalGrid(followed_app(VeilMod(FOLLOWED, follow=True, seed=1), epochs=epochs))
+    run(VeiledFedAvg(FOLLOWED, fraction_evaluate=0.0), grid, rounds=1)
+    model, batch = build_model(), batch_of(0, 1)
+    descent = torch.optim.SGD(model.parameters(), lr=LR)
+    steps = []
+    for rows in [torch.arange(0, 8), torch.arange(8, 16)] * epochs:
+        part = Batch(batch.inputs[rows], batch.labels[rows])
+        each = per_example_gradient(model, loss_fn, part)
+        steps.append({n: LR / 8 * g.flatten(1).square().mean(1).sqrt().amax() for n, g in each.items()})
+        descent.zero_grad()
+        loss_fn(model(part.inputs), part.labels).backward()
+        descent.step()
+    largest = {n: torch.stack([step[n] for step in steps]).sort().values[-epochs:].sum() for n in steps[0]}
+    sizes = tree.only("veil.state.last", tree_of(grid.contexts[node(0)]))
+    weights = [n for n in largest if n.endswith("weight")]
+    for name in weights:  # the root of the sixteen
+        assert float(sizes[name]) == pytest.approx(4 * float(largest[name]), rel=1e-4)
+    loose = LocalGrid(followed_app(VeilMod(FOLLOWED, seed=1), epochs=epochs, follow=False))
+    run(VeiledFedAvg(FOLLOWED, fraction_evaluate=0.0), loose, rounds=1)
+    before = tree.only("veil.state.last", tree_of(loose.contexts[node(0)]))
+    assert all(float(before[name]) < float(sizes[name]) for name in weights)
+
+
+@pytest.mark.parametrize(
+    ("app", "why"),
+    [({"follow": False}, "the app followed no example"), ({"optimizer": torch.optim.Adam}, "not through Adam")],
+)
+def test_an_update_whose_examples_are_not_followed_is_refused(app: dict[str, Any], why: str) -> None:
+    strategy = VeiledFedAvg(FOLLOWED, fraction_evaluate=0.0)
+    run(strategy, LocalGrid(followed_app(VeilMod(FOLLOWED, follow=True), **app)), rounds=1)
+    assert len(strategy.rejected) == CLIENTS
+    assert all(why in one.reason for one in strategy.rejected)
+
+
+def test_training_past_what_is_followed_is_refused() -> None:
+    """An update that moves another tensor than those of the model that was followed has unknown shares."""
+    account = Account([{"w": torch.ones(())}], examples=4)
+    assert account.largest({"w": torch.ones(2), "frozen": torch.zeros(2)}, 2) == {"w": 1.0, "frozen": 0.0}
+    with pytest.raises(NeedError, match="other changed in training"):
+        account.largest({"w": torch.ones(2), "other": torch.ones(2)}, 4)
 
 
 def test_a_lost_residual_stops_the_upload() -> None:

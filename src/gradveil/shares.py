@@ -111,6 +111,7 @@ class Watch:
 
     The examples are the rows of the first tensor the model is given. Passes may add up, as with accumulated gradients:
     each is reckoned up when the next begins, so that no more than one is kept. Passes without gradients do not count.
+    `examples` tells how many were in what `largest` last answered for.
 
     >>> model = nn.Linear(2, 1, bias=False)
     >>> with Watch(model) as watch:
@@ -127,6 +128,7 @@ class Watch:
         for module in model.modules():
             if any(p.requires_grad for p in module.parameters(recurse=False)):
                 self._hooks.append(module.register_forward_hook(self._keep))
+        self.examples = 0
         self._forget()
 
     def __enter__(self) -> "Watch":
@@ -148,7 +150,7 @@ class Watch:
         """
         with _in_float32(grads):
             self._reckon()
-            tallies, cancelled, examples, known = self._tallies, self._cancelled, self.examples, self._known
+            tallies, cancelled, known, self.examples = self._tallies, self._cancelled, self._known, self._examples
             self._forget()
             if not known or tallies.keys() & cancelled or (tallies.keys() | cancelled) - grads.keys():
                 return None
@@ -160,14 +162,14 @@ class Watch:
                     length = tallies[name].longest
                     fits.append(tallies[name].adds_up(g.float()))
                 elif name in cancelled:
-                    length = length / examples
+                    length = length / self.examples
                 else:
                     fits.append(length == 0)
                 found[name] = length / math.sqrt(max(g.numel(), 1))
         return found if not fits or bool(torch.stack(fits).all()) else None
 
     def _forget(self) -> None:
-        self.examples = 0  # in passes since the last question
+        self._examples = 0  # in passes since the last question
         self._current: _Pass | None = None
         self._tallies: dict[str, _Tally] = {}
         self._cancelled: set[str] = set()  # tensors whose shares all cancel
@@ -194,7 +196,7 @@ class Watch:
         done, self._current = self._current, None
         if done is None or not done.went_back:
             return
-        self.examples += done.examples
+        self._examples += done.examples
         met: set[str] = set()
         for module, made in done.calls.items():
             parts = _parts(module, made, done)

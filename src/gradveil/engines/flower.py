@@ -25,10 +25,11 @@ from ..errors import EngineError, GradveilError, NeedError, StateError
 from ..guard import Guard
 from ..veil import Veil
 from . import flower_records as records
-from .fit import find, refuse_unfit
+from .fit import find, refuse_idle, refuse_unfit
 from .flower_download import held, receive
 from .flower_guard import recall
 from .flower_memory import Store, notes_of, save, store_of
+from .following import Account, accounting
 from .store import Courier, FileStore, Upload
 
 Handler = Callable[[Message, Context], Message]
@@ -63,6 +64,7 @@ class VeilMod:
         guard: looks at every model to be trained. The default pins the names and shapes that arrive first;
             `Guard.pin(model.state_dict(), jump=None)` pins your own. None is for the study of attacks.
         input_shape: of one example, for the guard; it finds out by itself if pictures are square.
+        follow: refuse updates whose single examples the app did not follow (`engines.following`).
         seed: fixes the defense's random numbers; for experiments only.
     """
 
@@ -75,11 +77,13 @@ class VeilMod:
     prepared: bool = False
     guard: Guard | None = DEFAULT_GUARD
     input_shape: tuple[int, ...] | None = None
+    follow: bool = False
     seed: int | None = None
 
     def __post_init__(self) -> None:
         check.one_of(("local", "send"), buffers=self.buffers)
         refuse_unfit(self.defense, "a Flower mod", self.prepared)
+        refuse_idle(self.defense, self.follow)
         if self.guard is not None and any(": " in line for line in self.guard.pinned or ()):
             raise NeedError("Flower sends tensors, not modules: pin them with Guard.pin(model.state_dict(), jump=None)")
 
@@ -116,14 +120,15 @@ class VeilMod:
             mask = self._open_mask(message, like)
             courier = self._courier(like, memory, request, context)  # refuses a lost residual before any work is done
             _strip(message)
-            reply = _answer(call_next(message, context))
+            with accounting() as account:
+                reply = _answer(call_next(message, context))
             after, examples = self._read_answer(reply, before)
             grads = tree.sub(like, records.parameters_of(after, self.local))
             if request.ask == "mask":
                 proposal = {**records.mask_content(courier.veil.propose(grads)), **_held_record(request)}
                 save(store, notes, {**memory, **kept})
                 return Message(RecordDict(proposal), reply_to=message)
-            upload = courier.send(grads, examples, mask)
+            upload = courier.send(grads, examples, mask, self._largest(account, grads, examples))
             content = RecordDict({
                 request.key: ArrayRecord({"update": self._wrap(upload, request, like, memory),
                                           **self._sent_buffers(after)}),
@@ -210,6 +215,15 @@ class VeilMod:
         if not isinstance(examples, int) or examples < 1:
             raise NeedError(f"the app's metrics need {self.weight_key!r}, a whole number above 0, got {examples!r}")
         return after, examples
+
+    def _largest(self, account: Account, update: Grads, examples: int) -> Tensors | None:
+        largest = account.largest(update, examples)
+        if self.follow and largest is None:
+            raise NeedError(
+                "the app followed no example, though VeilMod(follow=True) wants it: train inside "
+                "gradveil.engines.following.following(model, optimizer)"
+            )
+        return largest
 
     def _sent_buffers(self, after: Tensors) -> dict[str, Array]:
         if self.buffers == "local":

@@ -119,11 +119,13 @@ class Courier:
             self.veil.undo(self.pending.payload, mask=self.pending.mask)
         self.pending = None
 
-    def send(self, grads: Grads, num_examples: int, mask: Masks | None = None) -> Upload:
+    def send(
+        self, grads: Grads, num_examples: int, mask: Masks | None = None, largest: Tensors | None = None
+    ) -> Upload:
         """Seal an update under a new number; `memory()` must be saved before its bytes leave."""
         if self.pending is not None:
             raise StateError("the upload before is not settled: call settle first")
-        payload = self.veil.seal(grads, num_examples, mask=mask)
+        payload = self.veil.seal(grads, num_examples, mask=mask, largest=largest)
         self.pending = Upload(secrets.randbits(62), payload, mask)
         return self.pending
 
