@@ -87,7 +87,7 @@ def _other_settings(scale: Scale) -> Iterator[tuple[str, str, str, str, dict[str
     for rounds in ROUNDS:
         yield part, f"dgp, {rounds} earlier, ig", "ig", "dgp", {"rounds": rounds}
         told = [("ig+mask", defense) for defense in ("topk", "dgp", "adgp", "hardened1")]
-        for attack, defense in (*told, ("ig+coarse", "hardened1")):
+        for attack, defense in (*told, ("ig+coarse", "hardened1"), ("ggl+short", "hardened1")):
             yield part, f"{defense}, {rounds} earlier, {attack}", attack, defense, {"rounds": rounds}
     part = "Chained: the attacker follows the client from its first round"
     for defense in ("topk", "dgp", "adgp", "hardened1"):
