@@ -179,6 +179,13 @@ def test_what_fishing_finds_is_recorded(label: str, release: str) -> None:
     assert f"| {label} | {_fished(release)} | 60 |" in section
 
 
+def test_what_fishing_finds_differs_by_seed() -> None:
+    found = json.loads((RESULTS / "guard" / "fishing-cnn6.json").read_text())["identified"]["hardened"]
+    *most, last = (str(round(100 * hits / 20)) for hits in found)
+    seeds = f"{', '.join(most)} and {last} % by seed"
+    assert all(seeds in page.read_text() for page in (README, DOCS / "hardened.md"))
+
+
 def test_what_fishing_finds_stands_on_the_first_page() -> None:
     text = " ".join(README.read_text().split())
     assert f"has {_fished('hardened(balance=0)')} identified" in text

@@ -53,7 +53,7 @@ def refuse_idle(defense: Defense, follow: bool) -> None:
     """Raise `NeedError` where single examples are to be followed for a defense that makes no use of it."""
     if follow and not defense.weighs_examples:
         raise NeedError(
-            f"{defense.key()} makes no use of single examples: leave follow=True out, or use hardened() with a balance"
+            f"{defense.key()} makes no use of single examples: leave follow=True out, or use Hardened with a balance"
         )
 
 
