@@ -23,7 +23,7 @@ PANEL = "cnn6, cifar10"
 def other_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader's pictures are not those that were attacked, so that no test needs CIFAR."""
     photos = data.load("photos", split="test")
-    monkeypatch.setattr(view.datasets, "load", lambda *_, **__: photos)
+    monkeypatch.setattr(view, "load_split", lambda *_: photos)
 
 
 def trained(defense: str, curve: list[tuple[int, float]]) -> dict[str, Any]:
@@ -62,8 +62,11 @@ def test_a_run_that_diverged_before_its_first_evaluation_has_an_empty_curve(
 def test_plots_of_both_scales_stand_beside_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     linked: dict[str, set[str]] = {}
-    for scale, folder, minutes in (("quick", "results", "1"), ("full", str(RESULTS), "0")):  # what is recorded, only
-        words = ["--scale", scale, "--cells", "train_none_lenet_*", "--out", folder, "--minutes", minutes]
+    (tmp_path / "results").mkdir()
+    for name in ("full", "training"):
+        (tmp_path / "results" / name).symlink_to(RESULTS / name)
+    for scale, minutes in (("quick", "1"), ("full", "0")):  # what is recorded, only
+        words = ["--scale", scale, "--cells", "train_none_lenet_*", "--minutes", minutes]
         done = CliRunner().invoke(app, ["reproduce", "figures", "--device", "cpu", *words])
         assert done.exit_code == 0, done.output
         page = (tmp_path / "runs" / "reproduce" / f"figures-{scale}.md").read_text(encoding="utf-8")
@@ -75,6 +78,7 @@ def test_plots_of_both_scales_stand_beside_each_other(tmp_path: Path, monkeypatc
     assert written == linked["quick"] | linked["full"]
 
 
+@pytest.mark.usefixtures("other_copy")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("defense", ["none", "ats"])
 def test_strips_are_named_where_the_defense_changes_pictures(
@@ -85,11 +89,30 @@ def test_strips_are_named_where_the_defense_changes_pictures(
     entry = next(e for e in entries("main", FULL) if key(e.cell) == f"ig_{defense}_resnet18_cifar10_seed0")
     path = store.path_of(RESULTS, "full", entry.cell)
     result = {**store.load(path), "victims": list(range(20)), "device": device}
-    loaded = {"cifar10": data.load("photos", split="test")}
-    row = view._row(entry, [result], path.with_suffix(".webp"), loaded, None)
+    row = view._row(entry, [result], path.with_suffix(".webp"), None)
     read = re.sub("<img[^>]*>", "", row)  # what stands in the page without the alt texts
     assert ("originals</small>" in read) == (defense == "ats")
     assert ("cannot be shown" in read) == (defense == "ats" and device == "cuda")
+
+
+def test_a_row_says_of_what_its_pictures_and_scores_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = next(e for e in entries("main", FULL) if key(e.cell) == "ig_dgp_resnet18_cifar10_seed0")
+    path = store.path_of(RESULTS, "full", entry.cell)
+    result = store.load(path) | {"victims": [0], "floor": {"grey": {"ssim": 0.1, "identified": 0.07}}}
+    result["scores"]["identified"] = [1.0, 0.0, 0.0, 0.0]
+    seeds = [result | {"seed": seed, "victims": [seed]} for seed in (0, 1, 2)]
+    photos = data.load("photos", split="test")
+    monkeypatch.setattr(view, "load_split", lambda *_: photos)
+    monkeypatch.setattr(view, "_is_copy", lambda *_: True)
+    assert "identified 25 % (blind 7)<br>pictures: seed 0; scores: seeds 0, 1, 2<" in view._row(
+        entry, seeds, path.with_suffix(".webp"), None
+    )
+    alone, reordered = (view._row(entry, found, path.with_suffix(".webp"), None) for found in (seeds[:1], seeds[::-1]))
+    assert "seed" not in re.sub("<img[^>]*>", "", alone)
+    assert re.findall("<img[^>]*>", alone) == re.findall("<img[^>]*>", reordered), "those of the strip's own seed"
+    monkeypatch.setattr(view, "results_of", lambda *_: seeds[1:])
+    with pytest.raises(ConfigError, match="no picture"):
+        view.page("main", FULL, RESULTS, None)
 
 
 @pytest.mark.usefixtures("other_copy")

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import data as datasets
 from ..core import Step
 from ..data import Dataset, to_pixels
 from ..data.cifar import LAYOUTS
@@ -20,7 +19,8 @@ from . import plots
 from .attacked import client_name
 from .cells import AttackCell, key
 from .entry import Entry
-from .figures import figures_of, results_of, shown
+from .figures import Figure, figures_of, results_of, shown
+from .pictures import load_split
 from .scales import Scale
 from .store import STRIP, strip_bytes
 from .tables import FEEDBACK, entries
@@ -32,7 +32,7 @@ p.note{{background:#fff3cd;padding:.5em}}table{{width:100%;table-layout:fixed;bo
 td{{padding:.2em 0;vertical-align:middle}}td:first-child{{width:11em;padding-right:.8em}}
 .wide{{overflow-x:auto}}img{{display:block;height:48px;image-rendering:pixelated}}
 img.plot{{height:auto;max-width:100%;image-rendering:auto}}
-@media(max-width:45em){{table,tbody,tr,td{{display:block}}td:first-child{{width:auto}}img.plot{{min-width:50em}}}}
+@media(max-width:45em){{table,tbody,tr,td{{display:block}}td:first-child{{width:auto;padding-top:1em}}img.plot{{min-width:50em}}}}
 </style></head><body>
 <h1>{title}</h1><p class="note">{note}</p>
 <p>Above the originals, below what the attacker recovered; a green tile stands for a copy. Where a defense changes the
@@ -43,15 +43,13 @@ away.</p>{body}
 
 def page(name: str, scale: Scale, folder: Path, root: str | None) -> str:
     """Return the page of a table as HTML that needs nothing else."""
-    loaded: dict[str, Dataset] = {}
     parts: dict[str, list[str]] = {}
     lines = entries(name, scale)
     for entry in lines:
         results = results_of(folder, scale.name, entry)
-        if results and isinstance(entry.cell, AttackCell):
-            path = folder / scale.name / f"{key(entry.cell)}.webp"
-            if path.exists():
-                parts.setdefault(entry.part, []).append(_row(entry, results, path, loaded, root))
+        path = folder / scale.name / f"{key(entry.cell)}.webp"
+        if isinstance(entry.cell, AttackCell) and path.exists() and any(r["seed"] == entry.cell.seed for r in results):
+            parts.setdefault(entry.part, []).append(_row(entry, results, path, root))
     body = "".join(f"<h2>{escape(part)}</h2><table>{''.join(rows)}</table>" for part, rows in parts.items())
     body += _plots(lines, folder, scale.name)
     if not body:
@@ -60,21 +58,18 @@ def page(name: str, scale: Scale, folder: Path, root: str | None) -> str:
     return PAGE.format(title=escape(f"{name}, {scale.name} scale"), note=escape(scale.explained), body=body)
 
 
-def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[str, Dataset], root: str | None) -> str:
-    data = str(results[0]["cell"]["data"])
-    if data not in loaded:
-        loaded[data] = datasets.load(data, split="test", root=root)
-    same = data not in LAYOUTS or _is_copy(loaded[data], results[0])
-    found = figures_of(entry, results)
-    scores = ", ".join(
-        f"{title} {shown(found[name].mean)}"
-        for name, title in (("plain_ssim", "SSIM"), ("lpips", "LPIPS"))
-        if name in found
-    )
-    transformed = bool(results[0].get("transformed_scores"))
+def _row(entry: Entry, results: list[dict[str, Any]], path: Path, root: str | None) -> str:
+    drawn = next(r for r in results if r["seed"] == entry.cell.seed)  # the result the strip belongs to
+    source = str(drawn["cell"]["data"])
+    data = load_split(source, "test", root)
+    same = source not in LAYOUTS or _is_copy(data, drawn)
+    transformed = bool(drawn.get("transformed_scores"))
+    scores = _scores(figures_of(entry, results))
     if transformed:
         scores += " against the changed pictures" if entry.transformed else " against the originals"
-    strips = _strips(results[0], path, loaded[data] if same else None)
+    seeds = ", ".join(str(r["seed"]) for r in results)
+    of = f"<br>pictures: seed {drawn['seed']}; scores: seeds {seeds}" if len(results) > 1 else ""
+    strips = _strips(drawn, path, data if same else None)
     named = transformed or len(strips) != 2  # not plainly originals above their reconstructions
     pictures = "".join(
         (f"<small>{escape(name)}</small>" if named else "")
@@ -82,10 +77,19 @@ def _row(entry: Entry, results: list[dict[str, Any]], path: Path, loaded: dict[s
         for name, raw in strips.items()
     )
     if not same:
-        pictures = f"<small>Attacked on another copy of {escape(data)}: no originals.</small> {pictures}"
+        pictures = f"<small>Attacked on another copy of {escape(source)}: no originals.</small> {pictures}"
     pictures = f'<div class="wide">{pictures}</div>'  # one for all strips of a line: they scroll together
     label = escape(entry.label).replace(" %", "&nbsp;%")  # a line of "%" alone reads badly
-    return f"<tr><td>{label}<br><small>{escape(scores)}</small></td><td>{pictures}</td></tr>"
+    return f"<tr><td>{label}<br><small>{escape(scores)}{of}</small></td><td>{pictures}</td></tr>"
+
+
+def _scores(found: dict[str, Figure]) -> str:
+    known = {"SSIM": "plain_ssim", "LPIPS": "lpips"}
+    parts = [f"{title} {shown(found[name].mean)}" for title, name in known.items() if name in found]
+    if "identified" in found:
+        blind = f" (blind {found['blind_identified'].mean:.0f})" if "blind_identified" in found else ""
+        parts.append(f"identified {found['identified'].mean:.0f} %{blind}")
+    return ", ".join(parts)
 
 
 def _is_copy(data: Dataset, result: dict[str, Any]) -> bool:
