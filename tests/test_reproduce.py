@@ -5,6 +5,8 @@ import io
 import json
 import math
 import re
+import shlex
+import subprocess
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -428,6 +430,51 @@ def test_missing_full_scale_runs_are_named_not_trained(in_scratch: Path) -> None
     assert "--model resnet18" in outcome.note
 
 
+@pytest.mark.parametrize("copy", ["A", "B"])  # the original, and another copy of the data
+def test_the_command_printed_for_a_missing_training_makes_it(copies: Path, in_scratch: Path, copy: str) -> None:
+    training = {**QUICK.training, "data": "cifar10", "batch_size": 4}
+    scale, out = replace(QUICK, name="full", data="cifar10", training=training), in_scratch / "my results"
+    name, root = "train_none_lenet_cifar10_seed0", str(copies / copy)
+    (missing,) = do(scale, out, name, "figures", root=root)
+    assert missing.status == "untrained"
+    train, *keep = missing.note.split(" && ")
+    trained_ = CliRunner().invoke(app, shlex.split(train)[1:])
+    assert trained_.exit_code == 0, trained_.output
+    for line in keep:
+        subprocess.run(shlex.split(line), check=True)
+    assert [o.status for o in do(scale, out, name, "figures", root=root)] == ["recorded"]
+
+
+@pytest.mark.parametrize("out", ["file", "file/below"])
+def test_a_place_that_cannot_be_written_is_refused_before_anything_runs(
+    in_scratch: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    (in_scratch / "file").write_text("")
+    monkeypatch.setattr(attacked, "prepare", lambda *_: pytest.fail("a cell was begun"))
+    words = ["reproduce", "main", "--cells", "rob_none_*", "--device", "cpu", "--out", out]
+    refused = CliRunner().invoke(app, words)
+    assert isinstance(refused.exception, ConfigError)  # a line and exit code 2
+    assert f"results cannot be written to {out}/quick" in str(refused.exception)
+    assert CliRunner().invoke(app, [*words, "--dry"]).exit_code == 0, "listing writes nothing"
+
+
+def test_each_folder_of_results_has_a_table_of_its_own(in_scratch: Path) -> None:
+    for out in ("results", "other"):
+        words = ["--cells", "rob_none_*", "--device", "cpu", "--minutes", "0", "--out", out]
+        assert CliRunner().invoke(app, ["reproduce", "main", *words]).exit_code == 0
+    assert sorted(str(p) for p in Path().glob("**/*.md")) == ["other/main-quick.md", "runs/reproduce/main-quick.md"]
+
+
+def test_what_was_stopped_is_promised_no_more_than_it_keeps(in_scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(attacked, "prepare", stop)
+    stopped = CliRunner().invoke(app, ["reproduce", "main", "--cells", "rob_none_*", "--device", "cpu"])
+    assert stopped.exit_code == 130
+    assert "what else was under way from the start of its cell" in stopped.output
+
+
 # Pages
 
 
@@ -472,10 +519,8 @@ def test_the_leaderboard_page_is_up_to_date() -> None:
 
 
 def test_recorded_results_are_small_and_say_what_they_are() -> None:
-    for path in RESULTS.glob("*/*.json"):
-        result = store.load(path)
-        if path.parent.name in SCALES:
-            assert result["scale"] == path.parent.name, path
+    for scale in SCALES:
+        assert all(store.load(path)["scale"] == scale for path in (RESULTS / scale).glob("*.json"))
     quick = [p.stat().st_size for p in (RESULTS / "quick").glob("*")]
     assert sum(quick) < 1_000_000
     assert all(p.stat().st_size < 100_000 for p in RESULTS.glob("**/*.webp"))
@@ -503,6 +548,31 @@ def test_the_page_opens_with_what_each_attack_finds_told_the_defense_or_not(tmp_
     assert "| topk | – | – | – | – | – |" in short
     assert "blind guesses reach 0.23" in short
     assert "(blind: 12)" in short.replace("\n", " ")
+
+
+def test_both_attackers_of_a_cell_are_compared_on_the_same_seeds(tmp_path: Path) -> None:
+    recorded = {"ig": {0: 0.2, 1: 0.4, 2: 0.9}, "ig+mask": {0: 0.6, 1: 0.8}}
+    for attack, seeds in recorded.items():
+        for seed, ssim in seeds.items():
+            cell = replace(FULL.attack(attack, "dgp"), seed=seed)
+            store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.5, seed))
+    text = pages.render(tmp_path)
+    assert "| dgp | 0.30, **0.70** | – |" in text, "seed 2 has one attacker only"
+    part = text.partition("### IG on ResNet18")[2].partition("<details>")[0]
+    assert "| **0.700**, n 8 | 12 | 0, 1, 2 |" in part
+    for seed in (1, 2):  # of two seeds each, but not the same
+        store.path_of(tmp_path, "full", replace(FULL.attack("ig", "dgp"), seed=seed)).unlink()
+    store.path_of(tmp_path, "full", FULL.attack("ig+mask", "dgp")).unlink()
+    assert "| dgp | 0.20 | – |" in pages.render(tmp_path), "no seed has both"
+
+
+def test_the_first_table_says_where_a_row_mixes_things() -> None:
+    page = (REPOSITORY / "docs" / "results.md").read_text(encoding="utf-8")
+    rows, _, marks = page.partition("## In short")[2].partition("##")[0].partition("\n¹ ")
+    trained_otherwise = re.findall(r"^\| (\S+) .* ² \|$", rows, re.MULTILINE)
+    assert trained_otherwise == ["soteria", "outpost", "hardened1"]
+    assert all(name in marks.partition("² ")[2] for name in trained_otherwise)
+    assert "| ats ¹ |" in rows
 
 
 def test_every_note_stands_under_a_heading_that_there_is() -> None:
@@ -543,12 +613,61 @@ def test_identification_stands_beside_its_blind_floor(tmp_path: Path) -> None:
 
 
 def test_a_reason_is_written_once_and_pointed_at_afterwards(tmp_path: Path) -> None:
-    for cell in (FULL.attack("rob", "dgp"), FULL.attack("rob", "dgp", "vgg11")):
-        store.write(store.path_of(tmp_path, "full", cell), fake(cell, 0.5, 0.1))
+    for cell in (FULL.attack("rob", "none"), FULL.attack("rob", "dgp"), FULL.attack("rob", "dgp", data="cifar100")):
+        result = fake(cell, 0.5, 0.1)
+        store.write(store.path_of(tmp_path, "full", cell), result | {"digests": LAYOUTS[cell.data].digests})
     text = pages.render(tmp_path)
-    assert text.count("what stands for an empty guess decides") == 1
-    pointed = "- resnet18, dgp (LPIPS, SSIM7); vgg11, dgp (LPIPS, SSIM7): as under [Rob on ResNet18](#rob-on-resnet18)."
-    assert pointed in text
+    (entry,) = (e for e in entries("models", FULL) if e.cell == FULL.attack("rob", "dgp", data="cifar100"))
+    assert text.count(figures.reason(entry, "ssim")) == 1
+    part = text.partition("### Rob, CIFAR-100")[2].partition("###")[0]
+    assert "- resnet18, dgp (LPIPS, SSIM7): as for dgp under [Rob on ResNet18](#rob-on-resnet18)." in part
+
+
+def test_a_reason_for_nearly_all_lines_names_the_others(tmp_path: Path) -> None:
+    run: list[tuple[Entry, dict[str, Figure]]] = []
+    for i in range(6):
+        paper = {"mib": 1.0, **({"seconds": 1.0} if i < 2 else {})}
+        run.append((Entry("", f"line {i}", FULL.price("dgp", "lenet"), paper), {}))
+    mib = {entry.label: ["mib"] for entry, _ in run}
+    assert pages._which(mib, run) == "all lines (MiB)"
+    last = mib.popitem()
+    assert pages._which(mib, run) == "all lines but line 5 (MiB)"
+    assert pages._which(dict([last]), run) == "line 5 (MiB)"
+    assert pages._which({"line 0": ["seconds"], "line 1": ["seconds"]}, run) == "all lines (seconds)"
+    assert pages._which({"line 0": ["mib"], "line 1": ["mib"]}, run) == "line 0 (MiB); line 1 (MiB)"
+    assert pages._which({"line 0": ["mib", "seconds"], "line 1": ["mib"]}, run[:2]).startswith("line 0 (MiB, seconds);")
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("[]", "got list"),
+        ("null", "got NoneType"),
+        ("{}", "got kind None"),
+        ('{"kind": []}', r"got kind \[\]"),
+        ('{"kind": "attack", "cell": {}, "seed": 0}', "lacks definition, environment, n, scores"),
+        ("[" * 100_000, "cannot read"),
+    ],
+)
+def test_a_file_that_is_no_result_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+    cell = FULL.attack("ig", "dgp")
+    path = store.path_of(tmp_path, "full", cell)
+    path.parent.mkdir()
+    path.write_text(content)
+    for read in (lambda: pages.render(tmp_path), lambda: do(FULL, tmp_path, key(cell), "main", minutes=0.0)):
+        with pytest.raises(ConfigError, match=complaint) as error:
+            read()
+        assert str(path) in str(error.value)
+
+
+def test_a_page_is_not_overwritten_by_one_without_results(in_scratch: Path) -> None:
+    (in_scratch / "full").mkdir()
+    page = in_scratch / "results.md"
+    page.write_text("kept")
+    refused = CliRunner().invoke(app, ["reproduce", "render", "--out", str(in_scratch), "--page", str(page)])
+    assert isinstance(refused.exception, ConfigError)
+    assert "holds no result of full scale" in str(refused.exception)
+    assert page.read_text() == "kept"
 
 
 def fake(cell: AttackCell, ssim: float, lpips: float, seed: int = 0) -> dict[str, Any]:
@@ -815,6 +934,7 @@ def test_a_card_names_the_runs_behind_its_accuracy_and_what_was_trained(tmp_path
     for defense in ("hardened", "none"):
         run = FULL.train(defense)
         ended = {"kind": "training", "status": "finished", "seed": 0, "accuracy": 0.9, "settings": vars(run.settings)}
+        ended |= {"environment": {}, "curve": []}
         for place, digests in (("full", LAYOUTS["cifar10"].digests), (store.OTHER_COPY, {})):
             store.write(store.path_of(tmp_path, place, run), ended | {"digests": digests})
     for defense in ("hardened1", "none"):
@@ -1055,6 +1175,8 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     assert strip
     assert (in_scratch / "runs" / "reproduce" / strip[1]).exists()
     (in_scratch / "docs").mkdir()
+    active = FULL.attack("rob+fit", "adgp")
+    store.write(store.path_of(in_scratch / "results", "full", active), fake(active, 0.9, 0.0))
     for words in (["reproduce", "render"], ["leaderboard", "render"], ["reproduce", "view", "main"]):
         done = runner.invoke(app, words)
         assert done.exit_code == 0, done.output
@@ -1062,8 +1184,6 @@ def test_commands(in_scratch: Path, card: dict[str, Any]) -> None:
     good, bad = in_scratch / "good.json", in_scratch / "bad.json"
     good.write_text(json.dumps(card))
     bad.write_text(json.dumps({**card, "by": 3}))
-    active = FULL.attack("rob+fit", "adgp")
-    store.write(store.path_of(in_scratch / "results", "full", active), fake(active, 0.9, 0.0))
     words = ["reproduce", "models", "--scale", "full", "--cells", "rob_dgp_lenet_cifar100_*", "--device", "cpu"]
     blind = runner.invoke(app, [*words, "--root", str(in_scratch), "--out", "results"])
     assert "no data" in blind.output
@@ -1102,6 +1222,7 @@ def test_cifar100_files_of_the_official_layout_are_attacked(in_scratch: Path) ->
     first, more = file.read_bytes(), bytes([0, 1, *range(256)] + [0] * 2816)
     for content, shown in ((first + more, True), (more + first, False)):
         file.write_bytes(content)
+        pictures.load_split.cache_clear()
         assert ("no originals" in view.page("models", scale, in_scratch, str(in_scratch))) != shown
 
 

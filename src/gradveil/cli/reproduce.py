@@ -1,6 +1,7 @@
 """`gradveil reproduce`: the paper table by table, and the pages made of what came out."""
 
 import os
+import tempfile
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,6 +35,10 @@ Rounds = Annotated[int | None, typer.Option(min=0, help="Attack after so many ea
 Labels = Annotated[str | None, typer.Option(help="given to the attacker, or inferred by it.")]
 Mode = Annotated[str | None, typer.Option(help="eval or train: the clients' BatchNorm.")]
 ScaleName = Annotated[str, typer.Option("--scale", help="quick: minutes on a CPU. full: the paper's, on a GPU.")]
+STOPPED = (
+    "stopped: the same command goes on; a search (IG, GI) from its last half minute, a training from its last "
+    "checkpoint, what else was under way from the start of its cell"
+)
 STYLES = {
     "done": "green",
     "recorded": "dim",
@@ -81,11 +86,13 @@ def _command(name: str) -> None:
             since=since and since.replace(tzinfo=UTC),
             command=record.command(),
         )
+        if not dry:
+            _must_be_writable(folder / scale)
         out.print(f"{name}, {session.scale.explained}", markup=False, highlight=False)
         try:
             outcomes = run(name, session, seeds=numbers, pattern=cells, tell=_list if dry else _tell)
         except KeyboardInterrupt:
-            err.print("stopped: the same command goes on, from the last half minute of an attack", highlight=False)
+            err.print(STOPPED, highlight=False, soft_wrap=True)
             raise
         if not outcomes:
             raise ValueError(f"no cell of {name} matches {cells!r}: --dry lists them")
@@ -101,7 +108,8 @@ def _command(name: str) -> None:
             _say_if_lpips_is_missing()
         if not dry:
             switched = [f"{word}-{value}" for word, value in session.scale.switches.items()]
-            page = RUNS / ("-".join([name, scale, *switched]) + ".md")
+            place = RUNS if folder.resolve() == Path("results").resolve() else folder
+            page = place / ("-".join([name, scale, *switched]) + ".md")
             page.parent.mkdir(parents=True, exist_ok=True)
             strips = os.path.relpath(folder / scale, page.parent)
             page.write_text(render_table(name, session.scale, folder, strips), encoding="utf-8")
@@ -148,6 +156,17 @@ def render(
     page.write_text(text, encoding="utf-8")
     _write_plots(folder, "full", page.parent, PLOTS)
     out.print(f"wrote {page}", markup=False, highlight=False)
+
+
+def _must_be_writable(place: Path) -> None:
+    """Refuse before anything runs: a result that cannot be written is noticed only once it has been computed."""
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ConfigError(
+            f"results cannot be written to {place} ({error.strerror}): name a folder of your own with --out"
+        ) from error
 
 
 def _write_plots(folder: Path, scale: str, place: Path, names: dict[str, str]) -> None:

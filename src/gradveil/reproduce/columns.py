@@ -71,7 +71,8 @@ def _told(_: Entry, found: Found) -> str:
     if "told_plain_ssim" not in found:
         return "–"
     picked = f", {found['told_identified'].mean:.0f} %" if "told_identified" in found else ""
-    return f"**{shown(found['told_plain_ssim'].mean)}**{picked}"
+    count = f", n {found['told_n'].mean:.0f}" if found["told_n"] != found["n"] else ""
+    return f"**{shown(found['told_plain_ssim'].mean)}**{picked}{count}"
 
 
 def _printed(entry: Entry, metric: str) -> str:

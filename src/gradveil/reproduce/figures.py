@@ -86,17 +86,20 @@ def figures_of(entry: Entry, results: list[dict[str, Any]]) -> dict[str, Figure]
         found["blind_identified"] = summarise(floors)
     found["distance"] = summarise([r["distance"] for r in results])
     found["blind"] = summarise([[max(card["ssim"] for card in r["floor"].values())] for r in results])
+    found["n"] = Figure(sum(r["n"] for r in results), 0.0)
     return found
 
 
-def told_figures(folder: Path, scale: str, entry: Entry) -> dict[str, Figure]:
-    """Return what the attacker of a line reaches once it knows the defense, as far as that is recorded."""
+def told_results(folder: Path, scale: str, entry: Entry) -> list[dict[str, Any]]:
+    """Return the results of a line's attacker once it knows the defense, as far as they are recorded."""
     told = SCALES[scale].told(entry.cell) if isinstance(entry.cell, AttackCell) else None
-    if told is None:
-        return {}
-    line = replace(entry, cell=told)
-    found = figures_of(line, results_of(folder, scale, line))
-    return {f"told_{name}": found[name] for name in ("plain_ssim", "identified") if name in found}
+    return results_of(folder, scale, replace(entry, cell=told)) if told else []
+
+
+def told_figures(entry: Entry, told: list[dict[str, Any]]) -> dict[str, Figure]:
+    """Return what stands beside the figures of a line for the attacker who knows the defense."""
+    found = figures_of(entry, told)
+    return {f"told_{name}": found[name] for name in ("plain_ssim", "identified", "n") if name in found}
 
 
 def summarise(per_seed: list[list[float]]) -> Figure:
@@ -118,15 +121,14 @@ def _known(values: Sequence[float | None]) -> list[float]:
     return [v for v in values if v is not None] or [math.nan]
 
 
-def deviations(pairs: Sequence[tuple[Entry, dict[str, Figure]]]) -> dict[str, str]:
-    """Return reasons, and for each which lines and metrics leave the paper's figures by more than their spread."""
+def deviations(pairs: Sequence[tuple[Entry, dict[str, Figure]]]) -> dict[str, dict[str, list[str]]]:
+    """Return reasons, and for each which metrics of which lines leave the paper's figures by more than their spread."""
     said: dict[str, dict[str, list[str]]] = {}
     for entry, found in pairs:
         for name, paper in entry.paper.items():
             if name in found and found[name].leaves(paper):
-                metrics = said.setdefault(reason(entry, name), {}).setdefault(entry.label, [])
-                metrics.append(METRICS.get(name, name))
-    return {why: "; ".join(f"{line} ({', '.join(m)})" for line, m in lines.items()) for why, lines in said.items()}
+                said.setdefault(reason(entry, name), {}).setdefault(entry.label, []).append(name)
+    return said
 
 
 def reason(entry: Entry, metric: str) -> str:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .entry import RIVALS, TITLES, Entry
-from .figures import Figure, figures_of, results_of, shown, told_figures
-from .scales import SCALES
+from .figures import Figure, figures_of, results_of, shown, told_figures, told_results
+from .scales import SCALES, attacked_text
 
 OURS = ("adgp", "hardened1")  # what the paper does not measure
 TRAINED = {"hardened1": "hardened"}  # single examples are attacked, mixed ones trained
@@ -23,20 +23,24 @@ def glance(folder: Path, scale: str) -> Glance:
     """Return a line for each defense.
 
     A cell is the mean SSIM, in bold that of the attacker who is told the defense, and how often the better of the two
-    identifies the picture: noise lowers SSIM long before it hides which picture it was.
+    identifies the picture: noise lowers SSIM long before it hides which picture it was. Both are of the seeds both
+    have. The marks belong to the notes below the table.
     """
     rows, floors = [["", *TITLES.values(), "accuracy, %"]], []
     for defense in (*RIVALS, *OURS):
-        line = [defense]
+        line = [f"{defense} ¹" if defense == "ats" else defense]
         for attack in TITLES:
             cell = SCALES[scale].attack(attack, defense, "cnn6" if attack == "rgap" else "resnet18")
             entry = Entry("", defense, cell, transformed=defense == "ats")
-            found = figures_of(entry, results_of(folder, scale, entry))
-            line.append(_cell(found | told_figures(folder, scale, entry)))
+            own, told = results_of(folder, scale, entry), told_results(folder, scale, entry)
+            both = {r["seed"] for r in own} & {r["seed"] for r in told}
+            found = figures_of(entry, [r for r in own if r["seed"] in both or not both])
+            line.append(_cell(found | told_figures(entry, [r for r in told if r["seed"] in both])))
             floors.append(found)
-        trained = Entry("", defense, SCALES[scale].train(TRAINED.get(defense, defense)))
+        trained = Entry("", defense, run := SCALES[scale].train(TRAINED.get(defense, defense)))
         ended = figures_of(trained, results_of(folder, scale, trained))
-        rows.append([*line, shown(ended["accuracy"].mean, 1) if ended else "–"])
+        mark = " ²" if run.settings.defense != attacked_text(defense, run.settings.model) else ""
+        rows.append([*line, shown(ended["accuracy"].mean, 1) + mark if ended else "–"])
     return Glance(rows, _highest(floors, "blind"), _highest(floors, "blind_identified"))
 
 

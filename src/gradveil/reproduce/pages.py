@@ -16,7 +16,7 @@ from . import plots
 from .cells import AttackCell, key
 from .columns import Found, columns_for, paper_only
 from .entry import Entry
-from .figures import deviations, figures_of, results_of, shown, summarise, told_figures
+from .figures import METRICS, deviations, figures_of, results_of, shown, summarise, told_figures, told_results
 from .glance import glance
 from .scales import SCALES, Scale
 from .store import OTHER_COPY, load, on_original
@@ -28,20 +28,21 @@ OTHER_HEAD = """## Another copy of CIFAR-10
 These ran on a copy whose pictures went through JPEG (310 bytes each) and came in another order. That costs accuracy and
 makes pictures smoother, so they compare with each other only.
 """
+Line = tuple[Entry, list[dict[str, Any]]]  # with its results
 MANY = 8  # headings from which a table gets a list of them
 
 
 @dataclass(frozen=True)
 class _Page:
     """Where the results of a page lie, where its pictures are, how the plot of a part is called, and under which
-    heading each reason was first given.
+    heading, for which line, each reason was first given.
     """
 
     folder: Path
     scale: str
     pictures: str
     plots: dict[str, str]
-    said: dict[str, str] = field(default_factory=dict)
+    said: dict[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def render_table(name: str, scale: Scale, folder: Path, pictures: str) -> str:
@@ -50,7 +51,7 @@ def render_table(name: str, scale: Scale, folder: Path, pictures: str) -> str:
     page = _Page(folder, scale.name, pictures, plot_names(scale.name))
     for one in TABLES if name == "all" else (name,):
         parts.append(f"## {one}\n\n{(TABLES[one].__doc__ or '').strip()}\n")
-        parts += [_part(page, title, part) for title, part in _parts(entries(one, scale)).items()]
+        parts += [_part(page, title, part) for title, part in _parts(page, entries(one, scale)).items()]
     return "\n".join(parts)
 
 
@@ -60,17 +61,20 @@ def render(folder: Path) -> str:
         raise ConfigError(f"there is no folder {folder}: results lie where gradveil reproduce wrote them (--out)")
     parts: list[str] = []
     contents = [["table", "what", "lines recorded"]]
+    any_recorded = False
     page = _Page(folder, "full", "../results/full", PLOTS)
     for name, make in TABLES.items():
-        what, lines = (make.__doc__ or "").strip(), entries(name, SCALES["full"])
-        recorded = sum(bool(results_of(folder, "full", entry)) for entry in lines)
-        contents.append([f"[{name}](#{name})", what, f"{recorded} of {len(lines)}"])
+        what, found = (make.__doc__ or "").strip(), _parts(page, entries(name, SCALES["full"]))
+        recorded = [bool(results) for lines in found.values() for _, results in lines]
+        contents.append([f"[{name}](#{name})", what, f"{sum(recorded)} of {len(recorded)}"])
         parts.append(f"## {name}\n\n{what} `gradveil reproduce {name} --scale full`\n")
-        found = _parts(lines)
         if len(found) > MANY:
             parts.append("".join(f"- [{title}](#{_anchor(title)})\n" for title in found))
         parts += [_part(page, title, part) for title, part in found.items()]
+        any_recorded |= any(recorded)
     parts.append(_other_copies(folder))
+    if not (any_recorded or parts[-1]):
+        raise ConfigError(f"{folder} holds no result of full scale: name the folder that does with --out")
     rows, blind, picked = glance(folder, "full")
     short = {"glance": table(rows), "blind": f"{blind:.2f}", "picked": f"{picked:.0f}"}
     return "\n".join([_prose("results_head.md").format(contents=table(contents), **short), *parts])
@@ -103,19 +107,20 @@ def plots_of(folder: Path, scale: str = "full", names: dict[str, str] = PLOTS) -
     return found | ({names[FEEDBACK]: plots.draw_accuracies(curves)} if curves else {})
 
 
-def _parts(lines: list[Entry]) -> dict[str, list[Entry]]:
-    found: dict[str, list[Entry]] = {}
+def _parts(page: _Page, lines: list[Entry]) -> dict[str, list[Line]]:
+    """Return lines and their results by heading."""
+    found: dict[str, list[Line]] = {}
     for entry in lines:
-        found.setdefault(entry.part, []).append(entry)
+        found.setdefault(entry.part, []).append((entry, results_of(page.folder, page.scale, entry)))
     return found
 
 
-def _part(page: _Page, title: str, lines: list[Entry]) -> str:
+def _part(page: _Page, title: str, part: list[Line]) -> str:
     """Return one heading with its table."""
-    results = [results_of(page.folder, page.scale, entry) for entry in lines]
+    lines, results = [entry for entry, _ in part], [found for _, found in part]
     figures = [
-        figures_of(entry, found) | told_figures(page.folder, page.scale, entry) if found else {}
-        for entry, found in zip(lines, results, strict=True)
+        figures_of(entry, found) | told_figures(entry, told_results(page.folder, page.scale, entry)) if found else {}
+        for entry, found in part
     ]
     told = notes("table") | (notes("recorded") if page.scale == "full" else {})
     text = "\n\n".join([f"### {title}", *([told[title]] if title in told else []), *_of_part(results)]) + "\n\n"
@@ -128,18 +133,18 @@ def _part(page: _Page, title: str, lines: list[Entry]) -> str:
     for entry, found, figure in zip(lines, results, figures, strict=True):
         if found:
             cells = [show(entry, figure) for _, show in columns]
-            count = [str(sum(r["n"] for r in found))] if attacked else []
+            count = [f"{figure['n'].mean:.0f}"] if attacked else []
             rows.append([entry.label, *cells, *count, ", ".join(str(_seed(r)) for r in found), _run(found)])
             run.append((entry, figure))
         elif entry.paper:
             cells = [paper_only(name, entry) for name, _ in columns]
             rows.append([entry.label, *cells, *([""] if attacked else []), "", "not run"])
     text += table(rows)
-    missing = [entry.label for entry, found in zip(lines, results, strict=True) if not (found or entry.paper)]
+    missing = [entry.label for entry, found in part if not (found or entry.paper)]
     text += f"\nNot run: {'; '.join(missing)}.\n" if missing else ""
     text += _sentences(title, run, page.said) if page.scale == "full" else ""
     text += f"\n![{title}]({page.plots[title]})\n" if any(results) and title in page.plots else ""
-    return text + _strips(page, lines, results)
+    return text + _strips(page, part)
 
 
 def _of_part(results: list[list[dict[str, Any]]]) -> list[str]:
@@ -154,13 +159,23 @@ def _of_part(results: list[list[dict[str, Any]]]) -> list[str]:
     ]
 
 
-def _sentences(title: str, run: list[tuple[Entry, Found]], said: dict[str, str]) -> str:
+def _sentences(title: str, run: list[tuple[Entry, Found]], said: dict[str, tuple[str, str]]) -> str:
     """Return a sentence for each reason why lines differ from the paper; one given before is pointed at."""
-    lines = ""
-    for why, which in deviations(run).items():
-        first = said.setdefault(why, title)
-        lines += f"- {which}: {why if first == title else f'as under [{first}](#{_anchor(first)}).'}\n"
-    return f"\nDifferent from the paper:\n\n{lines}" if lines else ""
+    text = ""
+    for why, lines in deviations(run).items():
+        first, line = said.setdefault(why, (title, next(iter(lines))))
+        pointer = f"as for {line} under [{first}](#{_anchor(first)})."
+        text += f"- {_which(lines, run)}: {why if first == title else pointer}\n"
+    return f"\nDifferent from the paper:\n\n{text}" if text else ""
+
+
+def _which(lines: dict[str, list[str]], run: list[tuple[Entry, Found]]) -> str:
+    """Return lines and their metrics as text; where they are nearly all the paper has, the others are named."""
+    metrics = next(iter(lines.values()))
+    others = [e.label for e, _ in run if e.label not in lines and not e.paper.keys().isdisjoint(metrics)]
+    if len(lines) > 1 and 4 * len(others) < len(lines) and all(found == metrics for found in lines.values()):
+        lines = {" but ".join(["all lines", *(["; ".join(others)] if others else [])]): metrics}
+    return "; ".join(f"{line} ({', '.join(METRICS.get(m, m) for m in found)})" for line, found in lines.items())
 
 
 def _anchor(title: str) -> str:
@@ -186,9 +201,9 @@ def _seed(result: dict[str, Any]) -> int:
     return int(result["settings"]["seed"] if result["kind"] == "training" else result["seed"])
 
 
-def _strips(page: _Page, lines: list[Entry], results: list[list[dict[str, Any]]]) -> str:
+def _strips(page: _Page, part: list[Line]) -> str:
     """Return the reconstructions of a part, folded; the originals are shown by `gradveil reproduce view` only."""
-    shown_ = {key(e.cell): e.label for e, found in zip(lines, results, strict=True) if found and "victims" in found[0]}
+    shown_ = {key(entry.cell): entry.label for entry, found in part if found and "victims" in found[0]}
     if not shown_:
         return ""
     rows = "".join(f"| {label} | ![{label}]({page.pictures}/{name}.webp) |\n" for name, label in shown_.items())

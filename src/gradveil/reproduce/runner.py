@@ -166,7 +166,8 @@ def _settled(cell: Cell, session: Session) -> tuple[Path, Outcome | None]:
     if any(store.on_original(r) if original else r.get("digests", {}).get("test") == at_hand for r in known):
         return path, Outcome(cell, "recorded")
     if isinstance(cell, TrainingCell) and not session.train and session.scale.name != "quick":
-        return path, Outcome(cell, "untrained", note=trained.command(cell))
+        file = session.folder / "training" / path.name if original else path
+        return path, Outcome(cell, "untrained", note=trained.command(cell, file, session.root, session.device))
     return path, None
 
 

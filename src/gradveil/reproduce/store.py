@@ -18,6 +18,12 @@ from .cells import Cell, key
 
 OTHER_COPY = "other-copy"  # folder of results on copies of a dataset that are not the original
 STRIP = 20  # pictures in a strip at most
+NEEDED = {  # kind of result -> what pages and resuming read of it, whatever else it holds
+    "attack": ("cell", "definition", "environment", "seed", "n", "scores", "transformed_scores", "floor", "distance"),
+    "training": ("settings", "environment", "status", "accuracy", "curve"),
+    "cost": ("cell", "environment", "seed", "mib", "paper_mib", "defense_seconds", "encode_seconds"),
+    "reason": ("experiment", "lines"),
+}
 
 
 def path_of(folder: Path, place: str, cell: Cell) -> Path:
@@ -31,12 +37,20 @@ def write(path: Path, result: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Return the result in a file."""
+    """Return the result in a file; raises `ConfigError` for a file that holds something else."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read the result {path}: {error}") from error
-    return found
+    kind = found.get("kind") if isinstance(found, dict) else None
+    if not isinstance(kind, str) or kind not in NEEDED:
+        wanted = f"a JSON object whose kind is one of {', '.join(NEEDED)}"
+        got = f"kind {kind!r}" if isinstance(found, dict) else type(found).__name__
+        raise ConfigError(f"{path} is no result: expected {wanted}, got {got}; take it away to run its cell again")
+    lacking = [name for name in NEEDED[kind] if name not in found]
+    if lacking:
+        raise ConfigError(f"the {kind} result {path} lacks {', '.join(lacking)}: take it away to run its cell again")
+    return dict(found)
 
 
 def of_all_seeds(folder: Path, scale: str, cell: Cell) -> Iterator[dict[str, Any]]:

@@ -77,12 +77,13 @@ def _require_whole(name: str, root: str | None) -> None:
             raise NeedError(f"{name} has {found} {split} pictures here, and an accuracy needs all {SIZES[split]}")
 
 
-def command(cell: TrainingCell, out: str = "results/training") -> str:
-    """Return the command line that makes the cell's run."""
-    defaults = asdict(Settings())
-    chosen = {name: value for name, value in asdict(cell.settings).items() if value != defaults[name] or name in SHOWN}
+def command(cell: TrainingCell, file: Path, root: str | None, device: str) -> str:
+    """Return the command line that makes the cell's run on this machine and puts its result where it is found."""
+    defaults, wanted = asdict(Settings()), asdict(placed(cell.settings, root, device))
+    chosen = {name: value for name, value in wanted.items() if value != defaults[name] or name in SHOWN}
     words = ["gradveil", "train", "--out", f"runs/{key(cell)}"]
     for name, value in chosen.items():
         if value not in ("", 0, 0.0) or name == "seed":
             words += [f"--{name.replace('_', '-')}", f"{value}"]
-    return f"{shlex.join(words)} && cp runs/{key(cell)}/result.json {out}/{key(cell)}.json"
+    keep = ["mkdir", "-p", str(file.parent)], ["cp", f"runs/{key(cell)}/result.json", str(file)]
+    return " && ".join(shlex.join(part) for part in (words, *keep))
