@@ -17,6 +17,11 @@ def tables() -> dict[str, Any]:
     return loaded
 
 
+def column(defense: str) -> str:
+    """Return what the paper calls a defense: ours, but for none at all."""
+    return "baseline" if defense == "none" else defense
+
+
 def communication_mib(model: str, defense: str) -> float | None:
     """Return the printed MiB of one exchange (the caption says epoch), or None where the paper has no cell.
 
@@ -25,7 +30,7 @@ def communication_mib(model: str, defense: str) -> float | None:
     """
     table = tables()["tables"]["communication_cost_mb"]
     row: dict[str, float] = table.get(MODELS.get(model, ""), {})
-    name = "baseline" if defense == "none" else defense
+    name = column(defense)
     return row.get(table["same_as"].get(name, name))
 
 

@@ -4,12 +4,13 @@ import hashlib
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from fnmatch import fnmatch
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +18,6 @@ from .. import cost as costs
 from .. import paper, record
 from ..attacks.keep import keep
 from ..attacks.progress import Progress, watch
-from ..core import Reconstruction
 from ..data import is_original
 from ..data.cifar import LAYOUTS, find_folder
 from ..errors import ConfigError, NeedError
@@ -29,6 +29,7 @@ from .scales import Scale
 from .tables import TABLES, entries, worklist
 from .weights import RUNS
 
+Status = Literal["done", "recorded", "untrained", "failed", "no time", "no data", "impossible"]
 WATCH_EVERY = 50  # attack steps between two looks at the clock
 # Pictures of several cells attacked at once. On an H200 four cells of ResNet18 together take nine tenths of the time of
 # four alone; more gain no more, and a stop loses them all. A CPU gains nothing.
@@ -66,7 +67,7 @@ class Outcome(NamedTuple):
     """What became of a cell. `impossible`: the attack lacks something this defense or model does not give it."""
 
     cell: Cell
-    status: Literal["done", "recorded", "untrained", "failed", "no time", "no data", "impossible"]
+    status: Status
     seconds: float = 0.0
     note: str = ""
 
@@ -95,61 +96,73 @@ def run(
     ahead: dict[str, Outcome] = {}  # of cells that were attacked along with an earlier one
     alone: set[str] = set()  # cells that could not be
     for done, cell in enumerate(cells, start=1):
+        attacker = key(cell).partition("_")[0]
         if key(cell) not in ahead:
-            ahead |= _along_with(cell, cells[done:], session, took, alone)
-        outcome = ahead.pop(key(cell), None) or _one(cell, session, took)
+            ahead |= _next(cell, cells[done:], session, took.get(attacker, 0.0), alone)
+        outcome = ahead.pop(key(cell))
         if outcome.status == "done":
-            took[key(cell).partition("_")[0]] = outcome.seconds
+            took[attacker] = outcome.seconds
         outcomes.append(outcome)
         tell(outcome, done, len(cells))
     return outcomes
 
 
-def _along_with(
-    cell: Cell, later: Sequence[Cell], session: Session, took: dict[str, float], alone: set[str]
-) -> dict[str, Outcome]:
-    """On a GPU, which a single cell does not fill: attack it together with later ones that join.
+def _next(cell: Cell, later: Sequence[Cell], session: Session, wait: float, alone: set[str]) -> dict[str, Outcome]:
+    """Return what became of a cell, and of the later ones that were attacked along with it.
 
-    What breaks is left out: it is tried again alone, and reported then. Where time is short the first cell of an
-    attacker goes alone and tells how many fit.
+    What breaks among several is tried again alone, and reported then. `wait` is what the last one like it took.
     """
-    wait = took.get(key(cell).partition("_")[0], 0.0)
-    unknown = session.minutes is not None and not wait
-    if not isinstance(cell, AttackCell) or unknown or key(cell) in alone or _settled(cell, session)[1] is not None:
-        return {}
-    place = session.place
-    room = TOGETHER.get(place.device.type, 0) // cell.pictures
-    room = min(room, int(session.left / wait)) if session.minutes is not None else room
-    joining = [c for c in later if isinstance(c, AttackCell) and key(c) not in alone and attacked.joins(cell, c)]
-    wanted = [cell, *(c for c in joining if _settled(c, session)[1] is None)][: max(room, 0)]
-    if len(wanted) < 2:
-        return {}
-    outcomes: dict[str, Outcome] = {}
-    cases: list[attacked.Case] = []
+    settled = _settled(cell, session)[1]
+    if settled is not None:
+        return {key(cell): settled}
+    if session.left <= wait:
+        return {key(cell): Outcome(cell, "no time")}
+    if isinstance(cell, AttackCell):
+        try:
+            pictures.load_split(cell.data, "test", session.root)
+        except ConfigError as error:
+            return {key(cell): Outcome(cell, "no data", note=str(error))}
+    cells = [cell, *_joining(cell, later, session, wait, alone)]
+    found = _do(cells, session)
+    alone |= {key(c) for c in cells} - found.keys()
+    return found if key(cell) in found else found | _do([cell], session)
+
+
+def _joining(cell: Cell, later: Sequence[Cell], session: Session, wait: float, alone: set[str]) -> Iterable[Cell]:
+    """Return later cells to be attacked with this one, on a GPU, which a single one does not fill.
+
+    Where time is short the first cell of an attacker goes alone and tells how many fit.
+    """
+    if not isinstance(cell, AttackCell) or key(cell) in alone:
+        return ()
+    room = TOGETHER.get(session.place.device.type, 0) // cell.pictures
+    if session.minutes is not None:
+        room = min(room, int(session.left / wait)) if wait else 0
+    joining = (c for c in later if isinstance(c, AttackCell) and key(c) not in alone and attacked.joins(cell, c))
+    return islice((c for c in joining if _settled(c, session)[1] is None), max(room - 1, 0))
+
+
+def _do(cells: Sequence[Cell], session: Session) -> dict[str, Outcome]:
+    """Do a cell, or attacks that join, and return what became of each; what breaks among several is left out."""
+    done: dict[str, Outcome] = {}
+    status: Status
     started = time.monotonic()
     try:
-        with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
-            for one in wanted:
-                with suppress(Exception):
-                    cases.append(attacked.prepare(one, session.place))
-                _check(session)
-            started = time.monotonic()
-            found = _guess(cases, session) if cases else []
-            each = (time.monotonic() - started) / max(len(cases), 1)
-        for case, guesses in zip(cases, found, strict=True):
-            path, started = _settled(case.cell, session)[0], time.monotonic()
-            result = scored.report(case, guesses, place, path.with_suffix(".webp"))
-            seconds = case.seconds + each + time.monotonic() - started
-            store.write(path, {**_head(case.cell, session, seconds), "cells_together": len(cases), **result})
-            outcomes[key(case.cell)] = Outcome(case.cell, "done", seconds)
-        shutil.rmtree(_searches(cases, session), ignore_errors=True)
-    except OutOfTimeError as reason:
-        spent = (time.monotonic() - started) / len(wanted)
-        return outcomes | {key(c): Outcome(c, "no time", spent, str(reason)) for c in wanted if key(c) not in outcomes}
-    except Exception as error:  # whatever it is, they are tried alone
-        log.warning("%d cells cannot be attacked together: %s", len(wanted), error)
-    alone |= {key(c) for c in wanted} - outcomes.keys()
-    return outcomes
+        for cell, seconds, found in _perform(cells, session):
+            store.write(_settled(cell, session)[0], {**_head(cell, session, seconds), **found})
+            done[key(cell)] = Outcome(cell, "done", seconds)
+        return done
+    except (OutOfTimeError, TimeoutError) as reason:
+        status, note = "no time", str(reason)
+    except NeedError as error:
+        status, note = "impossible", str(error)
+    except Exception as error:  # whatever it is, the others go on
+        status, note = "failed", f"{type(error).__name__}: {error}"
+    if len(cells) > 1 and status != "no time":
+        log.warning("%d cells cannot be attacked together: %s", len(cells), note)
+        return done
+    spent = (time.monotonic() - started) / len(cells)
+    return {key(c): Outcome(c, status, spent, note) for c in cells} | done
 
 
 def _settled(cell: Cell, session: Session) -> tuple[Path, Outcome | None]:
@@ -175,31 +188,6 @@ def _outdated(result: dict[str, Any], session: Session) -> bool:
     return session.since is not None and datetime.fromisoformat(result["environment"]["time"]) < session.since
 
 
-def _one(cell: Cell, session: Session, took: dict[str, float]) -> Outcome:
-    path, settled = _settled(cell, session)
-    if settled is not None:
-        return settled
-    if session.left <= took.get(key(cell).partition("_")[0], 0.0):
-        return Outcome(cell, "no time")
-    if isinstance(cell, AttackCell):
-        try:
-            pictures.load_split(cell.data, "test", session.root)
-        except ConfigError as error:
-            return Outcome(cell, "no data", note=str(error))
-    started = time.monotonic()
-    try:
-        found = _perform(cell, session, path)
-    except (OutOfTimeError, TimeoutError) as reason:
-        return Outcome(cell, "no time", time.monotonic() - started, str(reason))
-    except NeedError as error:
-        return Outcome(cell, "impossible", time.monotonic() - started, str(error))
-    except Exception as error:  # whatever it is, the others go on
-        return Outcome(cell, "failed", time.monotonic() - started, f"{type(error).__name__}: {error}")
-    seconds = time.monotonic() - started
-    store.write(path, {**_head(cell, session, seconds), **found})
-    return Outcome(cell, "done", seconds)
-
-
 def _data_of(cell: Cell) -> str:
     match cell:
         case AttackCell():
@@ -218,20 +206,14 @@ def copy_at_hand(name: str, root: str | None) -> str | None:
     return pictures.load_split(name, "test", root).digest
 
 
-def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
-    place = session.place
-    match cell:
-        case AttackCell():
-            with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
-                case = attacked.prepare(cell, place)
-                kept = _searches([case], session)
-                resumed = {"resumed": True} if kept.exists() else {}  # `seconds` are of the last sitting then
-                result = scored.report(case, _guess([case], session)[0], place, path.with_suffix(".webp"))
-            shutil.rmtree(kept, ignore_errors=True)
-            return result | resumed
-        case TrainingCell():
-            return trained.perform(cell, root=session.root, device=session.device, minutes=place.minutes)
-        case CostCell():
+def _perform(cells: Sequence[Cell], session: Session) -> Iterator[tuple[Cell, float, dict[str, Any]]]:
+    """Yield cells, the seconds each took and its result."""
+    place, started = session.place, time.monotonic()
+    match cells:
+        case [TrainingCell() as cell]:
+            result = trained.perform(cell, root=session.root, device=session.device, minutes=place.minutes)
+            yield cell, time.monotonic() - started, result
+        case [CostCell() as cell]:
             found = costs.measure(
                 cell.model,
                 cell.defense,
@@ -243,13 +225,34 @@ def _perform(cell: Cell, session: Session, path: Path) -> dict[str, Any]:
                 seed=cell.seed,
             )
             sizes = {"mib": found.mib, "paper_mib": found.paper_mib}
-            return {**asdict(found), **sizes, "rounds_per_epoch": paper.ROUNDS_PER_EPOCH}
+            result = {**asdict(found), **sizes, "rounds_per_epoch": paper.ROUNDS_PER_EPOCH}
+            yield cell, time.monotonic() - started, result
+        case _:
+            yield from _attack([cell for cell in cells if isinstance(cell, AttackCell)], session)
 
 
-def _guess(cases: Sequence[attacked.Case], session: Session) -> list[list[Reconstruction]]:
-    """Attack what was sent in cells that join, from where an earlier sitting was stopped."""
-    with keep(_searches(cases, session)):
-        return attacked.guess(cases, session.place)
+def _attack(cells: Sequence[AttackCell], session: Session) -> Iterator[tuple[Cell, float, dict[str, Any]]]:
+    """Attack cells all at once, from where an earlier sitting was stopped; of several those that can be prepared."""
+    cases: list[attacked.Case] = []
+    with watch(lambda progress: _check(session, progress), every=WATCH_EVERY):
+        for cell in cells:
+            if cases:
+                _check(session)
+            with suppress(Exception) if len(cells) > 1 else nullcontext():
+                cases.append(attacked.prepare(cell, session.place))
+        if not cases:
+            return
+        kept, started = _searches(cases, session), time.monotonic()
+        beside: dict[str, Any] = {"cells_together": len(cases)} if len(cells) > 1 else {}
+        beside |= {"resumed": True} if kept.exists() else {}  # `seconds` are of the last sitting then
+        with keep(kept):
+            found = attacked.guess(cases, session.place)
+        each = (time.monotonic() - started) / len(cases)
+    for case, guesses in zip(cases, found, strict=True):
+        strip, started = _settled(case.cell, session)[0].with_suffix(".webp"), time.monotonic()
+        result = scored.report(case, guesses, session.place, strip)
+        yield case.cell, case.seconds + each + time.monotonic() - started, result | beside
+    shutil.rmtree(kept, ignore_errors=True)
 
 
 def _searches(cases: Sequence[attacked.Case], session: Session) -> Path:

@@ -23,10 +23,10 @@ Maker = Callable[[Scale, int], Iterator[Entry]]
 
 
 def printed(*path: str) -> Any:
-    """Return what the paper's tables hold under these keys, or None."""
+    """Return what the paper's tables hold under these keys, defenses by our names, or None."""
     found: Any = paper.tables()["tables"]
     for step in path:
-        found = found.get(step) if isinstance(found, dict) else None
+        found = found.get(paper.column(step)) if isinstance(found, dict) else None
     return found
 
 
@@ -52,11 +52,9 @@ def main(scale: Scale, seed: int) -> Iterator[Entry]:
                 yield Entry(part, "ats_r", cell, _main_values(attack, "ats_r"), transformed=True)
                 yield Entry(part, "ats_t", cell, _main_values(attack, "ats_t"))
             else:
-                yield Entry(part, defense, cell, _main_values(attack, "baseline" if defense == "none" else defense))
+                yield Entry(part, defense, cell, _main_values(attack, defense))
     for defense in RIVALS:
-        value = printed(
-            "main_four_attacks", "final_model_accuracy_percent", "baseline" if defense == "none" else defense
-        )
+        value = printed("main_four_attacks", "final_model_accuracy_percent", defense)
         yield Entry("Final accuracy, ResNet18", defense, scale.train(defense, seed=seed), _values(accuracy=value))
 
 
@@ -94,8 +92,7 @@ def models(scale: Scale, seed: int) -> Iterator[Entry]:
         for attack in ("ig", "rob"):
             for model in MODELS:
                 for defense in ("none", "dgp"):
-                    column = "baseline" if defense == "none" else defense
-                    found = {m: printed(table, attack, m, paper.MODELS[model], column) for m in ("lpips", "ssim")}
+                    found = {m: printed(table, attack, m, paper.MODELS[model], defense) for m in ("lpips", "ssim")}
                     cell = scale.attack(attack, defense, model, data=data, seed=seed)
                     where = "CIFAR-100" if "100" in table else "CIFAR-10"
                     yield Entry(f"{TITLES[attack]}, {where}", f"{model}, {defense}", cell, _values(**found))
