@@ -557,7 +557,7 @@ def test_both_attackers_of_a_cell_are_compared_on_the_same_seeds(tmp_path: Path)
             cell = replace(FULL.attack(attack, "dgp"), seed=seed)
             store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.5, seed))
     text = pages.render(tmp_path)
-    assert "| dgp | 0.30, **0.70** | – |" in text, "seed 2 has one attacker only"
+    assert "| dgp | 0.30, **0.70** (n 8) | – |" in text, "seed 2 has one attacker only"
     part = text.partition("### IG on ResNet18")[2].partition("<details>")[0]
     assert "| **0.700**, n 8 | 12 | 0, 1, 2 |" in part
     for seed in (1, 2):  # of two seeds each, but not the same

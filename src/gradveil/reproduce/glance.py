@@ -33,9 +33,11 @@ def glance(folder: Path, scale: str) -> Glance:
             cell = SCALES[scale].attack(attack, defense, "cnn6" if attack == "rgap" else "resnet18")
             entry = Entry("", defense, cell, transformed=defense == "ats")
             own, told = results_of(folder, scale, entry), told_results(folder, scale, entry)
-            both = {r["seed"] for r in own} & {r["seed"] for r in told}
+            one, other = {r["seed"] for r in own}, {r["seed"] for r in told}
+            both = one & other
             found = figures_of(entry, [r for r in own if r["seed"] in both or not both])
-            line.append(_cell(found | told_figures(entry, [r for r in told if r["seed"] in both])))
+            count = f" (n {found['n'].mean:.0f})" if both and one != other else ""
+            line.append(_cell(found | told_figures(entry, [r for r in told if r["seed"] in both])) + count)
             floors.append(found)
         trained = Entry("", defense, run := SCALES[scale].train(TRAINED.get(defense, defense)))
         ended = figures_of(trained, results_of(folder, scale, trained))
