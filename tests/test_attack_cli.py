@@ -7,12 +7,14 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
+from gradveil import data
 from gradveil.cli import app, commands  # noqa: F401
 from gradveil.cli.attack import blind, paint
 from gradveil.cli.attack_job import AttackJob, AttackSettings, with_steps
-from gradveil.errors import ConfigError
+from gradveil.errors import ConfigError, GuardError
 
-FEW = ["attack", "--data", "digits", "--pictures", "2", "--group", "1", "--steps", "3", "--no-progress"]
+TWO = ["attack", "--data", "digits", "--pictures", "2", "--group", "1", "--no-progress"]
+FEW = [*TWO, "--steps", "3"]
 
 
 def call(*words):
@@ -39,6 +41,45 @@ def test_pictures_scores_and_going_on(tmp_path):
     assert lost.exists()
     again = json.loads((tmp_path / "scores.json").read_text())
     assert again["scores"] == scores["scores"]
+
+
+def test_the_result_says_who_was_identified_and_what_was_sent(tmp_path):
+    words = [*TWO, "--attack", "linear_readout", "--model", "mlp(hidden=16)", "--seed", "3", "--out", str(tmp_path)]
+    assert call(*words).exit_code == 0
+    found = json.loads((tmp_path / "scores.json").read_text())
+    assert found["scores"]["identified"] == [1.0, 1.0], "it reads single pictures off exactly"
+    assert found["line_up"] == 100
+    assert all(len(card["identified"]) == 2 and max(card["identified"]) == 0 for card in found["floor"].values())
+    entries = 64 * 16 + 16 + 16 * 10 + 10
+    assert found["bytes_dense"] == 4 * entries
+    job = AttackJob(AttackSettings(data="digits", pictures=2, model="mlp(hidden=16)", seed=3))
+    sent = [job.upload(i).nbytes for i in range(2)]
+    assert [row["bytes_up"] for row in found["rows"]] == sent
+    assert found["bytes_up"] == sum(sent) / 2
+    tested = data.load("digits", split="test")
+    assert found["pictures"] != [0, 1]
+    assert torch.equal(tested.pixels(found["pictures"]), torch.cat([job.truth(i).inputs for i in range(2)]))
+
+
+def test_an_attack_and_blind_guesses_stand_before_the_same_line_up():
+    job = AttackJob(AttackSettings(data="digits", pictures=6, attack="blind"))
+    ranks = [job.score(i, found)[1]["rank"][0] for i, found in enumerate(job.run(range(6))[0])]
+    assert ranks == blind(job, range(6))["grey"]["rank"]
+    assert max(ranks) > 10, "of 100"
+
+
+def test_an_upload_that_is_empty_is_not_attacked(tmp_path):
+    words = [*FEW, "--out", str(tmp_path), "--defense"]
+    with pytest.raises(ConfigError, match=r"hardened\(examples=3\) sends nothing in round 1, so there is nothing"):
+        call(*words, "hardened(examples=3)", "--rounds", "1")
+    assert call(*words, "hardened(examples=3)", "--rounds", "2").exit_code == 0
+
+
+def test_an_active_attack_is_on_a_client_without_a_guard(tmp_path):
+    words = [*TWO, "--attack", "imprint", "--out", str(tmp_path)]
+    with pytest.raises(GuardError, match="--no-guard"):
+        call(*words)
+    assert call(*words, "--no-guard").exit_code == 0
 
 
 def test_another_attack_does_not_go_on_with_this_one(tmp_path):
@@ -74,6 +115,17 @@ def test_a_damaged_part_is_done_again(tmp_path, name, content):
     damaged.unlink() if content is None else damaged.write_bytes(content)
     assert call(*command).exit_code == 0
     assert json.loads((tmp_path / "scores.json").read_text())["scores"] == whole
+
+
+def test_a_part_of_an_older_version_is_done_again(tmp_path):
+    command = [*FEW, "--out", str(tmp_path)]
+    call(*command)
+    file = tmp_path / "part-0000.json"
+    part = json.loads(file.read_text())
+    del part["rows"][0]["bytes_up"], part["rows"][0]["scores"]["identified"]
+    file.write_text(json.dumps(part))
+    assert call(*command).exit_code == 0
+    assert len(json.loads((tmp_path / "scores.json").read_text())["scores"]["identified"]) == 2
 
 
 def test_attacks_that_remember_get_their_rounds(tmp_path):

@@ -79,8 +79,9 @@ def _finish(folder: Path, job: AttackJob, rows: list[dict[str, Any]], guesses: T
     columns = {name: [v for row in rows for v in row["scores"][name]] for name in rows[0]["scores"]}
     floor = blind(job, [row["upload"] for row in rows])
     paint(truths, guesses).save(folder / "pictures.png")
-    result = {**describe(job), "scores": columns, "floor": floor, "rows": rows, "seconds": seconds}
-    write_json(folder / "scores.json", {**result, "environment": environment()})
+    facts = {**describe(job), "bytes_up": fmean(row["bytes_up"] for row in rows), "seconds": seconds}
+    result = {**facts, "scores": columns, "floor": floor, "rows": rows, "environment": environment()}
+    write_json(folder / "scores.json", result)
     out.print(_table(job, columns, floor))
     out.print(f"{folder / 'pictures.png'} and {folder / 'scores.json'}; {seconds:.0f} s", highlight=False)
 
@@ -89,7 +90,9 @@ def blind(job: AttackJob, uploads: list[int]) -> dict[str, dict[str, list[float]
     """Return what blind guesses score, upload by upload like the attack: across uploads they would be paired better."""
     public = job.public.pixels(range(min(len(job.public), PUBLIC)))
     cards = [
-        metrics.score_floor(job.truth(upload).inputs, public, derive_rng(job.settings.seed, "floor", upload))
+        metrics.score_floor(
+            job.truth(upload).inputs, public, derive_rng(job.settings.seed, "floor", upload), gallery=job.line_up
+        )
         for upload in uploads
     ]
     for card, upload, guess in zip(cards, uploads, job.run_blind(uploads), strict=False):
@@ -102,7 +105,7 @@ def blind(job: AttackJob, uploads: list[int]) -> dict[str, dict[str, list[float]
 
 def _table(job: AttackJob, columns: dict[str, list[float]], floor: dict[str, dict[str, list[float]]]) -> Table:
     s = job.settings
-    names = list(columns)
+    names = [name for name in columns if name != "rank"]  # which means little: "identified" says how often it is 1
     title = f"{s.attack} on {s.model}, {s.data}, defense {s.defense}; {s.pictures} pictures, mean and spread"
     table = Table("", *names, title=title)
     table.add_row("attack", *(_mean(columns[name]) for name in names))
