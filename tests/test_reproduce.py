@@ -885,11 +885,18 @@ def test_a_strip_is_in_the_order_of_the_pictures_trained_on() -> None:
 # Leaderboard
 
 
+def identifying(cell: AttackCell, ssim: float, lpips: float) -> dict[str, Any]:
+    """A result that may stand on a card."""
+    result = fake(cell, ssim, lpips) | {"n": 20}
+    result["scores"]["identified"] = [0.0] * 4
+    return result
+
+
 @pytest.fixture
 def card(tmp_path: Path) -> dict[str, Any]:
     for attack, ssim in (("ig+mask", 0.98), ("gi+mask", 0.7), ("rob+fit", 0.97)):
         cell = FULL.attack(attack, "dgp")
-        store.write(store.path_of(tmp_path, "full", cell), fake(cell, ssim, 0.01) | {"n": 20})
+        store.write(store.path_of(tmp_path, "full", cell), identifying(cell, ssim, 0.01))
     return own_cards.make("dgp", tmp_path)
 
 
@@ -901,8 +908,8 @@ def test_a_card_takes_the_worst_adaptive_attack_of_each_kind(card: dict[str, Any
     (tmp_path / "cards").mkdir()
     (tmp_path / "cards" / "dgp.json").write_text(json.dumps(card))
     page = board.render(tmp_path)
-    assert "0.980 (blind 0.100), `inverting_gradients`, n 20 |" in page
-    assert "0.970 (blind 0.100), `imprint`, batches of 9, n 20 |" in page
+    assert "0.980 (blind 0.100), identified 0 % (0 to 16), `inverting_gradients`, n 20 |" in page
+    assert "0.970 (blind 0.100), identified 0 % (0 to 16), `imprint`, batches of 9, n 20 |" in page
     assert "0.250" in page
     with pytest.raises(ConfigError, match="no adaptive attack on topk"):
         own_cards.make("topk", tmp_path)
@@ -939,7 +946,7 @@ def test_a_card_names_the_runs_behind_its_accuracy_and_what_was_trained(tmp_path
             store.write(store.path_of(tmp_path, place, run), ended | {"digests": digests})
     for defense in ("hardened1", "none"):
         cell = FULL.attack("ig+mask", defense)
-        store.write(store.path_of(tmp_path, "full", cell), fake(cell, 0.2, 0.4) | {"n": 20})
+        store.write(store.path_of(tmp_path, "full", cell), identifying(cell, 0.2, 0.4))
     card = own_cards.make("hardened", tmp_path)
     assert cards.problems(card) == []
     names = [f"results/full/train_{defense}_resnet18_cifar10_seed0.json" for defense in ("hardened", "none")]
@@ -1085,7 +1092,7 @@ def test_a_file_that_is_no_card_is_one_line(tmp_path: Path) -> None:
 
 def test_leaving_threats_out_is_no_way_up_the_board(card: dict[str, Any], tmp_path: Path) -> None:
     assert {t["threat"] for t in card["threats"]} == {"first upload", "active"}
-    broken = [{**card["threats"][0], "threat": name, "ssim": 0.9, "blind_ssim": 0.1} for name in board.cards.THREATS]
+    broken = [{**of(card, name), "ssim": 0.9, "blind_ssim": 0.1} for name in cards.THREATS]
     whole = [{**threat, "ssim": 0.1, "identified": 0.01} for threat in broken]
     named = [{**threat, "identified": 0.5} for threat in whole]
     wanted = {"e": whole, "d": [*whole[:2], named[2]], "c": whole[:2], "b": broken, "a": broken[:2]}  # best first
@@ -1097,17 +1104,22 @@ def test_leaving_threats_out_is_no_way_up_the_board(card: dict[str, Any], tmp_pa
     assert order(tmp_path)[-2:] == ["b", "z"]
 
 
+def of(card: dict[str, Any], kind: str) -> dict[str, Any]:
+    """Return what a card says of a threat, or of the first upload where it says nothing."""
+    return {**card["threats"][1 if kind == "active" else 0], "threat": kind}
+
+
 def order(folder: Path) -> list[str]:
     """Return the names of the page's rows from the top."""
     return re.findall(r"^\| (\S+)<br>", board.render(folder), re.MULTILINE)
 
 
 def test_scores_alike_to_one_decimal_stand_by_their_bytes(card: dict[str, Any], tmp_path: Path) -> None:
-    def of(name: str, ssim: float, up: float) -> dict[str, Any]:
-        threats = [{**card["threats"][0], "threat": kind, "ssim": ssim, "blind_ssim": 0.1} for kind in cards.THREATS]
+    def row(name: str, ssim: float, up: float) -> dict[str, Any]:
+        threats = [{**of(card, kind), "ssim": ssim, "blind_ssim": 0.1} for kind in cards.THREATS]
         return {**card, "defense": name, "threats": threats, "bytes": {"up": up, "dense": 40}}
 
-    put(tmp_path, w=of("w", 0.92, 10), x=of("x", 0.90, 20), y=of("y", 0.5, 40), a=of("a", 0.90, 20))
+    put(tmp_path, w=row("w", 0.92, 10), x=row("x", 0.90, 20), y=row("y", 0.5, 40), a=row("a", 0.90, 20))
     assert order(tmp_path) == ["y", "w", "a", "x"]
 
 

@@ -1,6 +1,7 @@
 """`gradveil leaderboard`: check cards, make one from recorded results, render the page."""
 
 import difflib
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -58,6 +59,36 @@ def card(
         raise ConfigError(f"the recorded results do not make a card of {defense} yet: " + "; ".join(wrong))
     record.write_json(path, made)
     out.print(f"wrote {path}", markup=False, highlight=False)
+
+
+@group.command()
+def draft(
+    name: Annotated[str, typer.Argument(help="What the card calls your defense: letters, digits, - and _.")],
+    runs: Annotated[list[Path], typer.Argument(help="Folders that gradveil attack wrote, of one defense.")],
+    by: Annotated[str, typer.Option(help="Who you are.")],
+    source: Annotated[str, typer.Option(help="Where the defense's code is.")],
+    folder: Folder = Path("results"),
+) -> None:
+    """Make the card of your own defense from runs of `gradveil attack`, and keep their scores beside it as evidence.
+
+    Scores go to results/submitted/NAME/; pictures stay where they are.
+    """
+    if not re.fullmatch(r"[\w-]+", name):
+        raise ConfigError(f"a name has letters, digits, - and _ only, since files are called by it; got {name!r}")
+    path, kept = folder / "cards" / f"{name}.json", folder / "submitted" / name
+    if path.exists():
+        raise ConfigError(f"{path} is there already: choose another name, or delete that card if it is yours")
+    found = {run.resolve().name: cards.read(run / "scores.json") for run in runs}
+    if len(found) < len(runs):
+        raise ConfigError("the folders of the runs must have different names, since their scores are kept by them")
+    evidence = {f"{cards.OURS}submitted/{name}/{run}.json": scores for run, scores in found.items()}
+    made = own_cards.draft(name, evidence, by, source)
+    if wrong := cards.problems(made, datetime.now(UTC).date()):
+        raise ConfigError("these runs do not make a card: " + "; ".join(wrong))
+    for run, scores in found.items():
+        record.write_json(kept / f"{run}.json", scores)
+    record.write_json(path, made)
+    _say(f"wrote {path} and its evidence in {kept}")
 
 
 @group.command()

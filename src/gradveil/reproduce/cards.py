@@ -6,17 +6,19 @@ from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
-from ..attacks import ATTACKS
+from ..attacks import ATTACKS, Blind
+from ..core import Attack
 from ..defenses import DEFENSES
 from ..errors import ConfigError
 from ..spec import build
 
 SCHEMA = 1
-FEWEST = 20  # pictures of an attack on the first upload
+FEWEST = 20  # pictures of an attack on the first upload, and of one that shows that a threat is held
 LARGEST = 4  # times dense: an upload above that is a mistake in the units
 LONGEST = 300  # characters of a text
 CODE = ("text", "attack")  # fields that the page shows as code, where nothing is markup
 OURS = "results/"  # evidence that begins so lies in this repository
+ADDRESSES = ("http://", "https://")
 THREATS = {
     "first upload": "an honest but curious server that sees one client's first upload and knows the defense",
     "later upload": "the same server a round or more later, with all earlier uploads, where what the client held back "
@@ -46,11 +48,12 @@ THREAT: Fields = {
     "ssim": (NUMBER, True),
     "blind_ssim": (NUMBER, True),
     "lpips": (NUMBER, False),
-    "identified": (NUMBER, False),  # share of pictures picked out of 100
+    "identified": (NUMBER, True),  # share of pictures picked out of 100
     "n": (int, True),
     "batch_size": (int, False),  # of the attacked uploads; without it the setting's
     "evidence": (str, True),
 }
+WANTED = {"identified": "the share of pictures that are the nearest of a line-up; gradveil attack measures it"}
 ACCURACY: Fields = {
     "percent": (NUMBER, True),
     "undefended_percent": (NUMBER, True),
@@ -135,7 +138,8 @@ def _shape(value: Mapping[str, Any], fields: Fields, where: str) -> list[str]:
     found = [f"{where}: unknown field {name!r}" for name in value if name not in fields]
     for name, (kind, needed) in fields.items():
         if name not in value:
-            found += [f"{where}: {name} is missing"] if needed else []
+            wanted = f": {WANTED[name]}" if name in WANTED else ""
+            found += [f"{where}: {name} is missing{wanted}"] if needed else []
         elif not isinstance(value[name], kind) or (isinstance(value[name], bool) and kind is not bool):
             wanted = "number" if kind is NUMBER else kind.__name__  # type: ignore[union-attr]
             found.append(f"{where}: {name} must be of type {wanted}")
@@ -203,13 +207,11 @@ def _meaning(card: Mapping[str, Any]) -> list[str]:
 
 
 def _threat_problems(threat: Mapping[str, Any], setting: Mapping[str, Any]) -> list[str]:
-    found = _known_text(threat["attack"], ATTACKS, "attack")
-    if threat["threat"] not in THREATS:
-        found.append(f"threat must be one of {', '.join(THREATS)}")
+    found = _attack_problems(threat) + _evidence_problems(threat["evidence"])
     if not threat["adaptive"]:
         found.append("only attackers who know the defense count; leave this one out")
     found += [f"{name} must lie in -1..1" for name in ("ssim", "blind_ssim") if not -1 <= threat[name] <= 1]
-    if not 0 <= threat.get("identified", 0) <= 1:
+    if not 0 <= threat["identified"] <= 1:
         found.append("identified must lie in 0..1")
     if threat.get("lpips", 0) < 0:
         found.append("lpips must be at least 0")
@@ -221,8 +223,37 @@ def _threat_problems(threat: Mapping[str, Any], setting: Mapping[str, Any]) -> l
     return found
 
 
+def _attack_problems(threat: Mapping[str, Any]) -> list[str]:
+    found = _known_text(threat["attack"], ATTACKS, "attack")
+    if threat["threat"] not in THREATS:
+        found.append(f"threat must be one of {', '.join(THREATS)}")
+    if found or ":" in threat["attack"]:  # what code elsewhere does, whoever reviews the card must look up
+        return found
+    attack = build(ATTACKS, threat["attack"], "attack")
+    active, name = "active" in attack.needs, threat["attack"].partition("(")[0]
+    if not looks(attack):
+        found.append(f"attack must look at the gradient, and {threat['attack']} does not: it is a floor")
+    if threat["threat"] == "active" and not active:
+        found.append(f"attack must be active, such as imprint or spotlight, and {name} leaves the model as it is")
+    if threat["threat"] != "active" and active:
+        found.append(f"threat must be active for {name}, with which the server does not follow the protocol")
+    return found
+
+
+def looks(attack: Attack) -> bool:
+    """Say whether an attack looks at the gradient, and so does the one inside it, if there is one."""
+    inner = getattr(attack, "inner", None)
+    return not isinstance(attack, Blind) and attack != attack.blind() and (inner is None or looks(inner))
+
+
+def _evidence_problems(evidence: str) -> list[str]:
+    strange = [name for name in evidence.split(", ") if not name.startswith((OURS, *ADDRESSES))]
+    return [f"evidence must be addresses (https://...) or files in {OURS}, got {name!r}" for name in strange]
+
+
 def _accuracy_problems(accuracy: Mapping[str, Any]) -> list[str]:
-    found = _known_text(accuracy["text"], DEFENSES, "defense") if "text" in accuracy else []
+    found = _evidence_problems(accuracy["evidence"])
+    found += _known_text(accuracy["text"], DEFENSES, "defense") if "text" in accuracy else []
     if not all(0 <= accuracy[name] <= 100 for name in ("percent", "undefended_percent")):
         found.append("percents must lie in 0..100")
     return [f"accuracy: {text}" for text in found]
