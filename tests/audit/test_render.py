@@ -98,6 +98,25 @@ def test_published_pruning_is_warned_of_whatever_was_found(report: Report, text:
         assert not is_published(to_spec(build(DEFENSES, other, "defense")))
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("hardened", True),
+        ("chain(hardened, gaussian_noise(std=0.1))", True),
+        ("hardened(balance=0)", False),
+        ("hardened(examples=1)", False),
+        ("dgp", False),
+    ],
+)
+def test_an_audit_says_where_engines_send_less_than_it_attacked(report: Report, text: str, said: bool) -> None:
+    defense = build(DEFENSES, text, "defense")
+    assert defense.weighs_examples == said
+    attacked = [replace(report.defenses[0], spec=to_spec(defense))]
+    active = [replace(report.attacks[0], active=True)]
+    assert any("follow=True" in line for line in advice(replace(report, defenses=attacked, attacks=active))) == said
+    assert not any("follow=True" in line for line in advice(replace(report, defenses=attacked)))
+
+
 @pytest.mark.parametrize("line", [["--help"], ["train", "--help"], ["audit", "--help"]])
 def test_the_help_warns_of_published_pruning(line: list[str]) -> None:
     words = re.findall(r"\w+", CliRunner().invoke(app, line).output)

@@ -1,6 +1,6 @@
 """The report in plain sentences. Each one is true whatever the numbers are; none says that a defense is safe."""
 
-from ..defenses.advice import WARNING, is_published
+from ..defenses.advice import WARNING, follows_examples, is_published
 from .report import Judgement, Report, Verdict
 from .verdict import BASELINE, against_floor, counts
 from .words import label, listed, number, percent
@@ -77,7 +77,7 @@ def advice(report: Report) -> list[str]:
         why = report.judgement(unjudged[0]).reasons
         cut = " Run the same command with --resume and a larger budget." if report.cut else ""
         out.append(f"{listed(unjudged)} cannot be judged: {why[0] if why else 'no result'}.{cut}")
-    return out + _published(report) + _guard_advice(report)
+    return out + _published(report) + _guard_advice(report) + _engines(report)
 
 
 def _unsearched(report: Report) -> list[str]:
@@ -192,3 +192,14 @@ def _guard_advice(report: Report) -> list[str]:
         else f"The guard refuses it in {refused} of {len(behind)} cases only."
     )
     return [f"A server that changes the model ({listed(attacks)}) reads pictures under {listed(read)}. {then}"]
+
+
+def _engines(report: Report) -> list[str]:
+    """Say where clients elsewhere send less protected uploads than those attacked here."""
+    following = [d.name for d in report.defenses if follows_examples(d.spec)]
+    if not following or not any(attack.active for attack in report.attacks):
+        return []
+    return [
+        f"{listed(following)} was attacked as Veil.protect sends it, with noise that follows single examples. DDP and "
+        "Flower do so with follow=True only, NVFlare never: audit hardened(balance=0) for what they send otherwise."
+    ]

@@ -13,6 +13,14 @@ def is_published(spec: Mapping[str, Any]) -> bool:
     return inner.get("name") in PUBLISHED
 
 
+def follows_examples(spec: Mapping[str, Any]) -> bool:
+    """Say whether the description of a defense is of one whose noise follows single examples, where they are told."""
+    if spec["name"] == "hardened":
+        return bool(spec.get("balance", 0) > 0 and spec.get("examples", 1) > 1)  # reports of before lack them
+    inner = [spec.get("inner"), *spec.get("parts", [])]
+    return any(follows_examples(one) for one in inner if isinstance(one, Mapping))
+
+
 class Advice(NamedTuple):
     """A threat, the defense against it as text for `build`, and what must stand beside it."""
 
