@@ -115,8 +115,10 @@ ATTACKED = {
     "without mixing, a generator searched: GGL": "ggl+short_hardened1",
     "published DGP, after 1 round of other pictures": "ig+mask_dgp_round1",
     "published DGP, after 4 rounds of other pictures": "ig+mask_dgp_round4",
-    "the same, after 1 round of other pictures": "ig+coarse_hardened1_round1",
-    "the same, after 4 rounds of other pictures": "ig+coarse_hardened1_round4",
+    "without mixing, 8x8 pictures, after 1 round of other pictures": "ig+coarse_hardened1_round1",
+    "without mixing, 8x8 pictures, after 4 rounds of other pictures": "ig+coarse_hardened1_round4",
+    "without mixing, GGL, after 1 round of other pictures": "ggl+short_hardened1_round1",
+    "without mixing, GGL, after 4 rounds of other pictures": "ggl+short_hardened1_round4",
 }
 
 
