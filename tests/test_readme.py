@@ -237,6 +237,15 @@ def test_what_following_single_examples_costs_is_recorded(label: str, model: str
     assert f"| {row} |" in (DOCS / "training.md").read_text()
 
 
+@pytest.mark.parametrize("defense", ["hardened", "adgp"])
+def test_what_precision_moves_on_lenet_is_recorded(defense: str) -> None:
+    name = f"{defense}_lenet_cifar10_seed0.json"
+    runs = [json.loads((RESULTS / file).read_text()) for file in (f"full/train_{name}", f"training/bf16_{name}")]
+    exact, half = (f"{100 * run['accuracy']:.2f} %" for run in runs)
+    text = " ".join((DOCS / "training.md").read_text().split())
+    assert f"{exact} in float32 and {half} in bf16" in text or f"{exact} and {half}" in text
+
+
 @pytest.mark.parametrize("defense", ["none", "topk", "dgp", "adgp", "hardened"])
 def test_accuracies_in_other_settings_are_the_recorded_ones(defense: str) -> None:
     def shown(setting: str) -> str:
